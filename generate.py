@@ -1,0 +1,676 @@
+"""Generate text, plainly or speculatively, from the shell or from Python.
+
+Read on from here to `main`: sampling; prompt and decode steps; the drafts; `speculative_decode`, which is what this
+project is about; how many tokens to draft; `generate`, the loop around all of them; and the command line.
+
+Shapes: B rows (batch), S positions in one call, T prompt length, V vocabulary, k draft tokens.
+"""
+
+import time
+import warnings
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import Transformer
+
+PREFILL_CHUNK = 2048  # a longer prompt is processed in pieces: bounds the memory of its activations
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def logits_to_probs(
+    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
+    """The distribution that is sampled from: float32 [..., V], from logits [..., V].
+
+    Temperature, then the `top_k` most likely tokens, then the fewest of those whose probabilities reach `top_p`
+    (nucleus sampling, Holtzman et al. 2020, section 3.1). Temperature 0 is argmax: a one-hot distribution, exactly.
+    Tokens that tie with the last one kept are kept too.
+    """
+    logits = logits.float()
+    if temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    probs = logits.softmax(dim=-1)
+    if top_p is not None and top_p < 1:
+        descending = probs.sort(dim=-1, descending=True).values
+        before = descending.cumsum(dim=-1) - descending  # what is likelier than a token; 0 for the first, so one stays
+        least = descending.masked_fill(before >= top_p, torch.inf).amin(dim=-1, keepdim=True)
+        probs = probs.masked_fill(probs < least, 0.0)
+        probs = probs / probs.sum(dim=-1, keepdim=True)
+    return probs
+
+
+def draw(probs: Tensor) -> Tensor:
+    """Draw one token from each distribution: int64 [...] from (not necessarily normalized) probs [..., V].
+
+    The inverse of the cumulative distribution at one uniform number: a draw costs one random number, and no token of
+    probability 0 can be drawn.
+    """
+    cumulative = probs.double().cumsum(dim=-1)
+    uniform = torch.rand(*probs.shape[:-1], 1, dtype=torch.float64, device=probs.device)
+    return torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True).squeeze(-1)
+
+
+def sample(logits: Tensor, **sampling) -> tuple[Tensor, Tensor]:
+    """Sample from logits [..., V]: (token int64 [...], the distribution it was drawn from [..., V])."""
+    probs = logits_to_probs(logits, **sampling)
+    return (probs.argmax(dim=-1) if sampling.get("temperature") == 0 else draw(probs)), probs
+
+
+# ---------------------------------------------------------------- prompt and decode steps
+
+
+def prompt_logits(model: Transformer, x: Tensor, input_pos: Tensor) -> Tensor:
+    """Fill the cache with the tokens x [B, S] at `input_pos` [S] or [B, S]; the last position's logits [B, 1, V]."""
+    for start in range(0, x.shape[1], PREFILL_CHUNK):
+        piece = slice(start, start + PREFILL_CHUNK)
+        logits = model(x[:, piece], input_pos[..., piece], logits_to_keep=1)
+    return logits
+
+
+def prefill(model: Transformer, x: Tensor, input_pos: Tensor, **sampling) -> tuple[Tensor, Tensor]:
+    """Process a prompt x int64 [B, S] at `input_pos` int64 [S]: (the next token [B, 1], its distribution [B, 1, V])."""
+    return sample(prompt_logits(model, x, input_pos), **sampling)
+
+
+def decode_one_token(model: Transformer, x: Tensor, input_pos: Tensor, **sampling) -> tuple[Tensor, Tensor]:
+    """One step: x int64 [B, 1] at `input_pos` int64 [1] or [B, 1] -> (next token [B, 1], its distribution [B, 1, V])."""
+    return sample(model(x, input_pos), **sampling)
+
+
+def decode_n_tokens(
+    model: Transformer,
+    cur_token: Tensor,
+    input_pos: Tensor,
+    num_new_tokens: int,
+    callback: Callable[[Tensor], bool | None] = lambda token: None,
+    **sampling,
+) -> Tensor:
+    """Plain decoding: the `num_new_tokens` after `cur_token` [B, 1], which is at `input_pos` [1] or [B, 1].
+
+    `callback` gets each token [B, 1] as it is made and may end the run by returning True. Returns int64 [B, n].
+    """
+    tokens = []
+    for step in range(num_new_tokens):
+        cur_token, _ = decode_one_token(model, cur_token, input_pos + step, **sampling)
+        tokens.append(cur_token)
+        if callback(cur_token):
+            break
+    return torch.cat(tokens, dim=1) if tokens else cur_token[:, :0]
+
+
+# ---------------------------------------------------------------- drafts
+
+
+class Draft(Protocol):
+    """Anything that proposes. Add your own: one method, and `speculative_decode` keeps it honest."""
+
+    def propose(self, text: list[list[int]], k: int, **sampling) -> tuple[Tensor, Tensor | None]:
+        """Guess how each row of `text` (all ids so far, prompt included) goes on.
+
+        Returns up to k tokens for each row, int64 [B, k'] with k' ≤ k, and the distributions that they were drawn from,
+        [B, k', V], under the same `sampling` as the target's. None stands for one-hot ones: the guess was no draw.
+        """
+
+
+class NgramDraft:
+    """Prompt lookup (Saxena 2023): propose what followed the latest earlier occurrence of the last n tokens.
+
+    Tries n from `longest` down to `shortest`. It costs no forward pass; it pays where a text repeats itself.
+    """
+
+    def __init__(self, longest: int = 3, shortest: int = 1):
+        self.longest, self.shortest = longest, shortest
+
+    def propose(self, text: list[list[int]], k: int, **sampling) -> tuple[Tensor, None]:
+        found = [self.lookup(row, k) for row in text]
+        if not any(found):
+            return torch.empty(len(text), 0, dtype=torch.int64), None
+        # A row without a match has to propose something beside the others: its last token. The rule will judge it.
+        return torch.tensor([guess or row[-1:] * k for guess, row in zip(found, text, strict=True)]), None
+
+    def lookup(self, row: list[int], k: int) -> list[int]:
+        """The k tokens that followed the latest match in `row`, or []. A match at the end goes on into its own copy."""
+        ids = array("i", row)
+        haystack, width = ids.tobytes(), ids.itemsize  # as bytes, since their search runs in C
+        for n in range(min(self.longest, len(row) - 1), self.shortest - 1, -1):
+            pattern = haystack[-n * width :]
+            at = haystack.rfind(pattern, 0, -width)
+            while at >= 0 and at % width:  # these bytes lie across two ids
+                at = haystack.rfind(pattern, 0, at + len(pattern) - 1)
+            if at >= 0:
+                start = at // width + n
+                guess = row[start : start + k]
+                while len(guess) < k:
+                    guess.append(guess[len(guess) - (len(row) - start)])
+                return guess
+        return []
+
+
+class ModelDraft:
+    """A smaller, or quantized, model with a cache of its own as draft. `vocab_size`: the target's."""
+
+    def __init__(self, model: Transformer, vocab_size: int):
+        self.model = model
+        self.vocab_size = min(vocab_size, model.args.vocab_size)  # heads are padded to different sizes
+        self.cached: list[list[int]] = []  # the ids whose keys and values are in the cache, row by row
+        self.drafted: Tensor | None = None  # those that the last round added, [B, k - 1], still on the device
+
+    def prepare(self, text: list[list[int]]) -> None:
+        """Read a prompt ahead of the first proposal."""
+        self.feed(text)
+
+    def feed(self, text: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Bring the cache up to `text`: (the last token's logits [B, 1, V], its position [B, 1]).
+
+        What is fed is what was missing: usually the corrected token; after a fully accepted round its last draft too;
+        all that was decoded plainly meanwhile. A row that lacks fewer is fed some tokens again, to the same effect.
+        """
+        if len(self.cached) != len(text):
+            self.cached, self.drafted = [[] for _ in text], None
+        if self.drafted is not None:
+            for row, added in zip(self.cached, self.drafted.tolist(), strict=True):
+                row += added
+        missing = 1  # at least the last token, to have its logits
+        for cached, row in zip(self.cached, text, strict=True):
+            while cached != row[: len(cached)]:  # roll back rejected drafts, or to where a new conversation parts
+                cached.pop()
+            missing = max(missing, len(row) - len(cached))
+        positions = [[max(0, i) for i in range(len(row) - missing, len(row))] for row in text]
+        ids = [[row[i] for i in at] for row, at in zip(text, positions, strict=True)]
+        self.cached, self.drafted = [[] for _ in text], None  # until the pass has succeeded
+        device = self.model.norm.weight.device
+        input_pos = torch.tensor(positions, device=device)
+        x = torch.tensor(ids, device=device)
+        # One or two tokens is the common case, for which a compiled step stands ready; anything longer is a prompt.
+        logits = self.model(x, input_pos)[:, -1:] if missing <= 2 else prompt_logits(self.model, x, input_pos)
+        self.cached = [list(row) for row in text]
+        return logits, input_pos[:, -1:]
+
+    def propose(self, text: list[list[int]], k: int, **sampling) -> tuple[Tensor, Tensor]:
+        logits, input_pos = self.feed(text)
+        tokens, probs = [], []
+        for i in range(k):
+            if i > 0:
+                logits = self.model(tokens[-1], input_pos + i)
+            token, q = sample(logits[..., : self.vocab_size], **sampling)
+            tokens.append(token)
+            probs.append(q)
+        drafts = torch.cat(tokens, dim=1)
+        self.drafted = drafts[:, : k - 1]  # the last one is never fed
+        return drafts, torch.cat(probs, dim=1)
+
+
+# ---------------------------------------------------------------- the rule
+
+
+class DraftError(Exception):
+    """The draft failed: it raised, or what it proposed is no distribution. The target is as it was."""
+
+
+@dataclass
+class Round:
+    """What one round did, for statistics and traces. Tensors stay on the device."""
+
+    drafts: Tensor  # [B, k]
+    q: Tensor  # [B, k, V]: what each draft was drawn from
+    p: Tensor  # [B, k + 1, V]: the target's distributions at the same places, and one further
+    uniform: Tensor  # [B, k]: the random numbers that decided
+    accepted: list[int]  # of each row
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+
+
+def accept_or_resample(drafts: Tensor, q: Tensor, p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """The rule (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2): (accepted [B], next token [B]).
+
+    Draft i, drawn from q_i, is accepted with probability min(1, p_i / q_i). At the first rejection a token is drawn
+    from the residual (p_i - q_i)+, normalized, and the round ends. A round that rejects nothing gets one token more,
+    from p_{k+1}: the same residual, with q = 0. Either way each token is distributed as p, whatever q is.
+    At temperature 0 both are one-hot, and the rule is a comparison of argmaxes.
+    """
+    rows, k = drafts.shape
+    p_drafts = p[:, :k].gather(-1, drafts[..., None]).squeeze(-1)
+    q_drafts = q.gather(-1, drafts[..., None]).squeeze(-1)
+    accept = uniform < p_drafts / q_drafts
+    accepted = accept.int().cumprod(dim=1).sum(dim=1)  # how many before the first rejection
+
+    row = torch.arange(rows, device=p.device)
+    p_next = p[row, accepted]
+    q_next = F.pad(q, (0, 0, 0, 1))[row, accepted]  # zeros after the last draft
+    residual = (p_next - q_next).clamp(min=0)
+    # Rounding can reject where p and q are all but equal; p itself is then what is left to draw from.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
+    return accepted, draw(residual)
+
+
+def speculative_decode(
+    model: Transformer,
+    draft: "Draft | Transformer",
+    cur_token: Tensor,
+    input_pos: Tensor | int,
+    speculate_k: int,
+    *,
+    text: list[list[int]] | None = None,
+    observe: Callable[[Round], None] = lambda round: None,
+    **sampling,
+) -> Tensor | list[Tensor]:
+    """One round: the draft proposes k tokens, the target verifies them all in one pass, the rule keeps a prefix.
+
+    `cur_token` int64 [B, 1] is the last token known, not yet in the target's cache, and `input_pos` (int, [1] or [B])
+    its position; the cache holds all before it. `text`: all ids so far, row by row, each ending in its `cur_token`.
+    Without it `draft` must be a `Transformer` whose own cache holds all before `input_pos`.
+
+    Returns the new tokens, int64 [n] with 1 ≤ n ≤ k + 1 (for several rows a list of such, each with its own n), and
+    leaves all of them but the last in the target's cache. Rejected entries stay there too, at positions that no query
+    sees before they are overwritten. Raises DraftError if the draft fails; the text is then as it was.
+    """
+    device = model.norm.weight.device
+    cur_token = cur_token.reshape(-1, 1)
+    input_pos = torch.as_tensor(input_pos, device=device).reshape(-1, 1)
+    clock = Stopwatch(device)
+
+    drafts, q = propose(draft, text, cur_token, input_pos, speculate_k, model.args.vocab_size, **sampling)
+    clock.lap()
+
+    k = drafts.shape[1]
+    block = torch.cat((cur_token, drafts), dim=1)
+    positions = (input_pos + torch.arange(k + 1, device=device)).expand(len(block), -1)
+    p = logits_to_probs(model(block, positions), **sampling)
+    uniform = torch.rand(drafts.shape, device=device)
+    accepted, token = accept_or_resample(drafts, q, p, uniform)
+    sound = q.isfinite().all().int()  # read with the counts: a round waits for the device once
+    *counts, sound = torch.cat((accepted, sound[None])).tolist()
+    clock.lap()
+
+    if not sound:
+        raise DraftError("its probabilities are not finite")
+    if isinstance(draft, Transformer) and k and max(counts) == k:
+        draft(drafts[:, -1:], input_pos + k)  # accepted but never fed: the cache would have a hole
+    observe(Round(drafts, q, p, uniform, counts, *clock.seconds()))
+    rows = [torch.cat((drafts[b, :n], token[b : b + 1])) for b, n in enumerate(counts)]
+    return rows[0] if len(rows) == 1 else rows
+
+
+def propose(
+    draft: "Draft | Transformer",
+    text: list[list[int]] | None,
+    cur_token: Tensor,
+    input_pos: Tensor,
+    k: int,
+    vocab_size: int,
+    **sampling,
+) -> tuple[Tensor, Tensor]:
+    """Ask the draft for k tokens: int64 [B, k'] and their distributions [B, k', V]. Whatever it raises is a DraftError."""
+    rows, device = len(cur_token), cur_token.device
+    if k == 0:
+        return cur_token[:, :0], torch.zeros(rows, 0, vocab_size, device=device)
+    try:
+        if isinstance(draft, Transformer):
+            drafts, probs = cur_token, []
+            for i in range(k):
+                token, q = decode_one_token(draft, drafts[:, -1:], input_pos + i, **sampling)
+                drafts = torch.cat((drafts, token), dim=1)
+                probs.append(q)
+            drafts, q = drafts[:, 1:], torch.cat(probs, dim=1)
+        else:
+            drafts, q = draft.propose(text, k, **sampling)
+        if drafts.shape[0] != rows or drafts.shape[1] > k:
+            raise ValueError(f"{list(drafts.shape)} tokens are no proposal of at most {k} for {rows} rows")
+        if q is None:
+            q = F.one_hot(drafts, vocab_size).float()
+        q = F.pad(q[..., :vocab_size], (0, max(0, vocab_size - q.shape[-1])))
+        return drafts.to(device), q.to(device)
+    except Exception as error:  # whatever goes wrong in a draft, the target can do without it
+        raise DraftError(f"{type(error).__name__}: {error}") from error
+
+
+class Stopwatch:
+    """Seconds between laps, on a GPU by events, so that timing does not wait for it."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+        self.laps: list = []
+        self.lap()
+
+    def lap(self) -> None:
+        if self.cuda:
+            self.laps.append(torch.cuda.Event(enable_timing=True))
+            self.laps[-1].record()
+        else:
+            self.laps.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        pairs = list(zip(self.laps, self.laps[1:], strict=False))
+        if self.cuda:
+            self.laps[-1].synchronize()
+            return [start.elapsed_time(end) / 1000 for start, end in pairs]
+        return [end - start for start, end in pairs]
+
+
+# ---------------------------------------------------------------- how many tokens to draft
+
+
+class DraftLength:
+    """Chooses k for each round, and keeps the costs and the acceptance that the choice rests on.
+
+    With α the chance that a draft is accepted, c the cost of a draft step and v_k that of verifying k drafts, both in
+    plain steps of the target, k drafts speed decoding up by (1 - α^(k+1)) / ((1 - α)(k c + v_k)): the expected number
+    of tokens (Leviathan et al. 2023, equation 1) over what they cost (theorem 3.8 has v_k = 1, as on an idle GPU).
+    `auto` takes the k with the largest value, 0 if none exceeds 1, and then tries again now and then.
+    """
+
+    LARGEST = 8  # `auto` drafts at most so many
+    MEMORY = 0.95  # what a round's evidence on α keeps of its weight for each later round
+    LOSS = 0.03  # `auto` may lose this share of the time to trying, and three plain steps at the start
+
+    def __init__(self, speculate_k: int | str = "auto", draft_cost: float = 0.0):
+        self.fixed = None if speculate_k == "auto" else int(speculate_k)
+        self.draft_cost = draft_cost  # c, until it is measured
+        self.accepted, self.tested = 3.2, 4.0  # a hopeful start: α = 0.8, on the weight of four drafts
+        self.pass_s: dict[int, deque] = defaultdict(lambda: deque(maxlen=16))  # k -> seconds of verifying
+        self.draft_s: deque = deque(maxlen=16)  # seconds of one draft step
+        self.spent = self.lost = 0.0  # seconds in all; seconds that plain decoding would not have spent
+        self.plain_rounds = 0  # since the last drafted one
+        self.wait = 16
+
+    @property
+    def alpha(self) -> float:
+        return self.accepted / self.tested
+
+    @property
+    def plain_s(self) -> float:
+        return median(self.pass_s[0])
+
+    @property
+    def c(self) -> float:
+        return median(self.draft_s) / self.plain_s if self.draft_s else self.draft_cost
+
+    def v(self, k: int) -> float:
+        """The cost of verifying k drafts, measured, or on the line through the nearest two that are."""
+        known = {j: median(times) / self.plain_s for j, times in self.pass_s.items() if times}
+        if k in known:
+            return known[k]
+        if len(known) == 1:
+            return 1 + 0.1 * k
+        a, b = sorted(sorted(known, key=lambda j: abs(j - k))[:2])
+        return max(1.0, known[a] + (known[b] - known[a]) * (k - a) / (b - a))
+
+    def speedup(self, k: int, alpha: float | None = None) -> float:
+        alpha = min(self.alpha if alpha is None else alpha, 0.999)
+        return (1 - alpha ** (k + 1)) / ((1 - alpha) * (k * self.c + self.v(k)))
+
+    def choose(self, limit: int) -> int:
+        """k for the next round, at most `limit`. The first round is plain: all costs are relative to it."""
+        if limit == 0 or not self.pass_s[0]:
+            return 0
+        if self.fixed is not None:
+            return min(self.fixed, limit)
+        best = max(range(min(self.LARGEST, limit) + 1), key=self.speedup)
+        if best == 0 and self.plain_rounds >= self.wait:
+            best = 1
+        if best and self.lost > self.LOSS * self.spent + 3 * self.plain_s:
+            best = 0
+        return best
+
+    def record(self, round: Round, rows: Sequence[int]) -> None:
+        """Learn from a round. `rows`: those that were still running."""
+        k = round.drafts.shape[1]
+        self.pass_s[k].append(round.verify_s)
+        tokens = sum(round.accepted[b] + 1 for b in rows) / len(rows)
+        self.spent += round.draft_s + round.verify_s
+        self.lost += round.draft_s + round.verify_s - tokens * self.plain_s
+        if k == 0:
+            self.plain_rounds += 1
+            return
+        if self.plain_rounds == 0:  # else the time contains reading what was decoded without it
+            self.draft_s.append(round.draft_s / k)
+        self.wait = 16 if any(round.accepted[b] for b in rows) else min(2 * self.wait, 256)
+        self.plain_rounds = 0
+        self.accepted *= self.MEMORY
+        self.tested *= self.MEMORY
+        for b in rows:
+            self.accepted += round.accepted[b]
+            self.tested += min(round.accepted[b] + 1, k)  # what follows the first rejection was not tested
+
+
+# ---------------------------------------------------------------- the loop
+
+
+def generate(
+    model: Transformer,
+    prompt: Sequence[int] | Tensor,
+    max_new_tokens: int,
+    *,
+    batch_size: int = 1,
+    draft: "Draft | Transformer | None" = None,
+    speculate_k: "int | str | DraftLength" = 5,
+    stop_ids: Sequence[int] = (),
+    callback: Callable[[int, int, str], None] = lambda row, token, kind: None,
+    observe: Callable[[Round], None] = lambda round: None,
+    cached: int = 0,
+    **sampling,
+) -> tuple[Tensor, dict]:
+    """Continue `prompt` (token ids) by up to `max_new_tokens` in each of `batch_size` rows.
+
+    draft: a `Transformer`, or any `Draft`. speculate_k: a number, "auto", or a `DraftLength` that has learned already.
+    stop_ids: a row ends with the first of these. callback(row, token, kind) gets each token as it is made; kind is
+    "plain", "accepted" (the draft's), "corrected" (in place of a rejected one) or "bonus" (after a fully accepted
+    round). observe gets each `Round`. cached: how many tokens of the prompt the cache holds from an earlier call.
+    sampling: temperature, top_k, top_p, as in `logits_to_probs`; torch's generator must be seeded by the caller.
+
+    Returns (int64 [B, up to T + max_new_tokens], shorter rows filled up with their end token, statistics).
+    """
+    prompt = [int(token) for token in prompt]
+    if not prompt or max_new_tokens < 1 or batch_size < 1:
+        raise ValueError("a prompt of one token, one new token and one row are the least that can be generated")
+    if not 0 <= min(prompt) <= max(prompt) < model.args.vocab_size:
+        raise ValueError(f"the prompt has ids outside the model's vocabulary of {model.args.vocab_size}")
+    if isinstance(draft, Transformer):
+        draft.setup_caches(batch_size, len(prompt) + max_new_tokens)
+        draft = ModelDraft(draft, model.args.vocab_size)
+    model.setup_caches(batch_size, len(prompt) + max_new_tokens)
+    device = model.norm.weight.device
+    draft_bytes = weight_bytes(draft.model) if isinstance(draft, ModelDraft) else 0
+    length = speculate_k
+    if not isinstance(length, DraftLength):
+        length = DraftLength(speculate_k, draft_cost=draft_bytes / weight_bytes(model))
+
+    text = [list(prompt) for _ in range(batch_size)]
+    ends = len(prompt) + max_new_tokens
+    running = list(range(batch_size))
+    tally = Tally(DraftLength.LARGEST if length.fixed is None else length.fixed)
+
+    def emit(row: int, token: int, kind: str) -> None:
+        text[row].append(token)
+        if token in stop_ids or len(text[row]) == ends:
+            running.remove(row)
+        callback(row, token, kind)
+
+    def emit_plain(token: Tensor) -> bool:
+        tally.passes, tally.row_passes = tally.passes + 1, tally.row_passes + len(running)
+        for row, id in enumerate(token.flatten().tolist()):
+            if row in running:
+                emit(row, id, "plain")
+        return not running
+
+    def last_tokens() -> tuple[list[list[int]], Tensor, Tensor]:
+        """Each row's text, its last token [B, 1] and that one's position [B, 1]. A row that has ended waits at the end
+        of its prompt, where what is written to its cache harms nobody."""
+        rows = [text[row] if row in running else prompt for row in range(batch_size)]
+        cur_token = torch.tensor([[row[-1]] for row in rows], device=device)
+        return rows, cur_token, torch.tensor([[len(row) - 1] for row in rows], device=device)
+
+    # The rows share the prompt: it is processed once, and its keys and values are copied.
+    start = time.perf_counter()
+    cached = min(cached, len(prompt) - 1)
+    input_pos = torch.arange(cached, len(prompt), device=device)
+    logits = prompt_logits(model, torch.tensor([prompt[cached:]], device=device), input_pos)
+    if not logits.isfinite().all():
+        raise ValueError("the model's logits are not finite: its weights are damaged, or --precision is too narrow")
+    for layer in model.layers if batch_size > 1 else []:
+        for cache in (layer.attention.kv_cache.k, layer.attention.kv_cache.v):
+            cache[1:batch_size, :, : len(prompt)] = cache[:1, :, : len(prompt)]
+    token, _ = sample(logits.expand(batch_size, -1, -1), **sampling)
+    first = token.flatten().tolist()
+    fallback = None
+    if hasattr(draft, "prepare"):
+        try:
+            draft.prepare([row[:] for row in text])
+        except Exception as error:
+            draft, fallback = None, f"{type(error).__name__}: {error}"
+    begin = time.perf_counter()
+    for row in range(batch_size):
+        emit(row, first[row], "plain")
+
+    observed: list[Round] = []
+    while running and draft is not None:
+        rows, cur_token, input_pos = last_tokens()
+        k = length.choose(min(ends - len(text[row]) for row in running) - 1)
+        try:
+            new = speculative_decode(
+                model, draft, cur_token, input_pos, k, text=rows, observe=observed.append, **sampling
+            )
+        except DraftError as error:
+            draft, fallback = None, str(error)
+            break
+        round = observed.pop()
+        observe(round)
+        length.record(round, running)
+        tally.record(round, running)
+        k = round.drafts.shape[1]
+        for row, ids in enumerate([new.tolist()] if batch_size == 1 else [row.tolist() for row in new]):
+            kinds = ["accepted"] * (len(ids) - 1) + ["plain" if k == 0 else "bonus" if len(ids) > k else "corrected"]
+            for id, kind in zip(ids, kinds, strict=True):
+                if row in running:
+                    emit(row, id, kind)
+    if fallback:
+        warnings.warn(f"the draft failed ({fallback}); decoding goes on without it", stacklevel=2)
+    while running:
+        _, cur_token, input_pos = last_tokens()
+        steps = min(ends - len(text[row]) for row in running)
+        decode_n_tokens(model, cur_token, input_pos, steps, emit_plain, **sampling)
+
+    decode_s = time.perf_counter() - begin
+    tokens = sum(len(row) - len(prompt) - 1 for row in text)  # the first came with the prompt
+    read = tally.passes * weight_bytes(model) + tally.draft_steps * draft_bytes
+    generated = [row[len(prompt) :] for row in text]
+    stats = {
+        "prompt_tokens": len(prompt),
+        "generated_tokens": generated[0] if batch_size == 1 else generated,
+        "ttft_s": begin - start,
+        "decode_s": decode_s,
+        "tokens_per_s": tokens / decode_s if tokens else None,
+        "bytes_per_token": read / tokens if tokens else None,
+        "bandwidth_gb_s": read / decode_s / 1e9 if tokens else None,
+    }
+    if draft is not None or fallback:
+        stats |= tally.statistics(tokens, length) | {"measured_speedup": None, "fallback": fallback}
+    longest = max(len(row) for row in text)
+    return torch.tensor([row + row[-1:] * (longest - len(row)) for row in text], device=device), stats
+
+
+class Tally:
+    """What the rounds of one run add up to."""
+
+    def __init__(self, largest_k: int):
+        self.passes = self.row_passes = 0  # of the target; the same times the rows that were running
+        self.drafted: list[tuple[int, float, float]] = []  # k, seconds of drafting, of verifying
+        self.accept_counts = [0] * (largest_k + 1)  # rounds (of a row) that accepted 0, 1, 2 … drafts
+        self.proposed = self.tested = 0
+
+    def record(self, round: Round, rows: Sequence[int]) -> None:
+        self.passes, self.row_passes = self.passes + 1, self.row_passes + len(rows)
+        k = round.drafts.shape[1]
+        if k == 0:
+            return
+        self.drafted.append((k, round.draft_s, round.verify_s))
+        for row in rows:
+            self.accept_counts[round.accepted[row]] += 1
+            self.proposed += k
+            self.tested += min(round.accepted[row] + 1, k)
+
+    @property
+    def draft_steps(self) -> int:
+        return sum(k for k, _, _ in self.drafted)
+
+    def statistics(self, tokens: int, length: DraftLength) -> dict:
+        """The figures of `--stats_json`. `acceptance_rate` is accepted ÷ proposed. The formula's α is accepted ÷ tested:
+        what follows a rejection in its round was proposed, but never put to the test."""
+        accepted = sum(n * rounds for n, rounds in enumerate(self.accept_counts))
+        alpha = accepted / self.tested if self.tested else None
+        rounds = len(self.drafted)
+        predicted = None
+        if rounds:
+            bounded = min(alpha, 0.999)
+            plain = self.passes - rounds
+            gained = sum((1 - bounded ** (k + 1)) / (1 - bounded) for k, _, _ in self.drafted)
+            spent = sum(k * length.c + length.v(k) for k, _, _ in self.drafted)
+            predicted = (gained + plain) / (spent + plain)
+        return {
+            "acceptance_rate": accepted / self.proposed if self.proposed else None,
+            "alpha": alpha,
+            "tokens_per_pass": tokens / self.row_passes if self.row_passes else None,
+            "accept_counts": self.accept_counts,
+            "rounds": rounds,
+            "draft_s": sum(seconds for _, seconds, _ in self.drafted) / rounds if rounds else None,
+            "verify_s": sum(seconds for _, _, seconds in self.drafted) / rounds if rounds else None,
+            "predicted_speedup": predicted,
+        }
+
+
+def weight_bytes(model: Transformer) -> int:
+    """The bytes of weights that one pass reads: all but the embedding table, of which it reads a row, unless the head
+    is the same table."""
+    tensors = dict(model.state_dict())  # caches are no part of it
+    if model.output.weight is not model.tok_embeddings.weight:
+        del tensors["tok_embeddings.weight"]
+    return sum(t.numel() * t.element_size() for t in {t.data_ptr(): t for t in tensors.values()}.values())
+
+
+def compile_model(
+    model: Transformer, largest_pass: int = 1, decode: bool = True, compile_prefill: bool = False
+) -> None:
+    """Put compiled code in the place of the model's forward pass for one token, and for 2 … `largest_pass` tokens.
+
+    Two graphs, each compiled on first use and never again: positions are data, and the number of tokens is a variable
+    of the second. Prompts run uncompiled, unless `compile_prefill` sends them through a graph of their own.
+    """
+    eager = model.forward
+    mode = "reduce-overhead" if model.norm.weight.device.type == "cuda" else None
+    one, few, many = (torch.compile(eager, fullgraph=True, mode=mode) for mode in (mode, mode, None))
+
+    def forward(idx: Tensor, input_pos: Tensor, logits_to_keep: int = 0) -> Tensor:
+        tokens = idx.shape[1]
+        prompt = logits_to_keep > 0 or tokens > largest_pass
+        if not (compile_prefill if prompt else decode):
+            return eager(idx, input_pos, logits_to_keep)
+        input_pos = model.check_positions(idx, input_pos)
+        if tokens == 1 and not prompt:
+            return one(idx, input_pos)
+        for argument in (idx, input_pos):
+            torch._dynamo.mark_dynamic(argument, 1)
+        return many(idx, input_pos, logits_to_keep) if prompt else few(idx, input_pos)
+
+    model.forward = forward
+
+
+if __name__ == "__main__":
+    import sys
+
+    from cli import main
+
+    sys.exit(main())
