@@ -53,6 +53,8 @@ class ModelArgs:
         self.head_dim = self.head_dim or self.dim // self.n_head
         if self.n_head % self.n_local_heads:
             raise ValueError(f"{self.n_head} heads cannot share {self.n_local_heads} key/value heads evenly")
+        if self.head_dim % 2:
+            raise ValueError(f"a head of {self.head_dim} cannot be rotated: rotary embedding turns pairs")
 
     @classmethod
     def from_config(cls, path: str | Path) -> "ModelArgs":
@@ -66,7 +68,7 @@ class ModelArgs:
             config = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ValueError(f"{path}: no such file; a checkpoint directory holds a config.json") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: not valid JSON ({error})") from None
         if not isinstance(config, dict):
             raise ValueError(f"{path}: a JSON object is expected")
@@ -88,7 +90,7 @@ class ModelArgs:
             return float(value)
 
         family = config.get("model_type")
-        if family not in FAMILIES:
+        if family not in list(FAMILIES):
             refuse("model_type", f"only {', '.join(FAMILIES)}")
         if config.get("hidden_act", "silu") != "silu":
             refuse("hidden_act", 'only "silu"')
@@ -104,8 +106,9 @@ class ModelArgs:
         # transformers 5 writes one "rope_parameters"; earlier versions "rope_theta" and "rope_scaling".
         rope = config.get("rope_parameters") or {}
         scaling = config.get("rope_scaling") or rope
-        if not isinstance(rope, dict) or not isinstance(scaling, dict):
-            refuse("rope_scaling", "a JSON object or null")
+        for entry, value in (("rope_parameters", rope), ("rope_scaling", scaling)):
+            if not isinstance(value, dict):
+                refuse(entry, "what an object or null says")
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in ("default", "llama3"):
             raise ValueError(
@@ -119,24 +122,31 @@ class ModelArgs:
         if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) not in (None, 1, 1.0):
             refuse("partial_rotary_factor", "the rotation of whole heads only")
 
+        dim, n_head = integer("hidden_size"), integer("num_attention_heads")
+        if config.get("head_dim") is None and dim % n_head:
+            refuse("hidden_size", f"heads of one size, and {n_head} (num_attention_heads) do not divide it")
         # Qwen2.5 states a window and then switches it off; Mistral 7B v0.1 states one and means it.
-        window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-        return cls(
-            block_size=integer("max_position_embeddings", 2048),
-            vocab_size=integer("vocab_size"),
-            n_layer=integer("num_hidden_layers"),
-            n_head=integer("num_attention_heads"),
-            n_local_heads=integer("num_key_value_heads", integer("num_attention_heads")),
-            dim=integer("hidden_size"),
-            intermediate_size=integer("intermediate_size"),
-            head_dim=integer("head_dim", integer("hidden_size") // integer("num_attention_heads")),
-            rope_base=number("rope_theta", rope if "rope_theta" in rope else config, 10000.0),
-            norm_eps=number("rms_norm_eps", config, 1e-6),
-            rope_scaling=scaling if kind == "llama3" else None,
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-            sliding_window=window,
-            **FAMILIES[family],
-        )
+        means_it = family == "mistral" or config.get("use_sliding_window")
+        window = integer("sliding_window") if means_it and config.get("sliding_window") is not None else None
+        sizes = {
+            "block_size": integer("max_position_embeddings", 2048),
+            "vocab_size": integer("vocab_size"),
+            "n_layer": integer("num_hidden_layers"),
+            "n_head": n_head,
+            "n_local_heads": integer("num_key_value_heads", n_head),
+            "dim": dim,
+            "intermediate_size": integer("intermediate_size"),
+            "head_dim": integer("head_dim", dim // n_head),
+            "rope_base": number("rope_theta", rope if "rope_theta" in rope else config, 10000.0),
+            "norm_eps": number("rms_norm_eps", config, 1e-6),
+            "rope_scaling": scaling if kind == "llama3" else None,
+            "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+            "sliding_window": window,
+        }
+        try:
+            return cls(**sizes, **FAMILIES[family])
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
 
 def rotary_table(args: ModelArgs, length: int, device: torch.device | str) -> Tensor:
@@ -158,10 +168,14 @@ def rotary_table(args: ModelArgs, length: int, device: torch.device | str) -> Te
 
 
 class Linear(nn.Linear):
-    """A linear layer whose product is `kernels.linear`: weight [out, in] in the model's precision."""
+    """A linear layer whose product is `kernels.linear`: weight [out, in] in the model's precision.
 
-    def forward(self, x: Tensor) -> Tensor:
-        return kernels.linear(x, self.weight, self.bias)
+    `around` is what may be done in the same operator, since on a CPU a call costs as much as a small layer: `norm` and
+    `eps`, an RMS norm of x; `gated`, silu(gate) * up of x = (gate, up); `residual`, a sum with the result.
+    """
+
+    def forward(self, x: Tensor, **around: Tensor | float | bool) -> Tensor:
+        return kernels.linear(x, self.weight, self.bias, **around)
 
 
 class RMSNorm(nn.Module):
@@ -182,7 +196,9 @@ class KVCache(nn.Module):
     Nothing is ever erased: a query at position p reads positions 0 … p, so moving the position back is a rollback.
     """
 
-    def __init__(self, batch_size: int, heads: int, length: int, head_dim: int, dtype: torch.dtype, device):
+    def __init__(
+        self, batch_size: int, heads: int, length: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ):
         super().__init__()
         shape = (batch_size, heads, length, head_dim)
         self.register_buffer("k", torch.zeros(shape, dtype=dtype, device=device), persistent=False)
@@ -208,12 +224,14 @@ class Attention(nn.Module):
         self.norm_eps = args.norm_eps
         self.kv_cache: KVCache | None = None
 
-    def forward(self, x: Tensor, rope: Tensor, input_pos: Tensor) -> Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm, rope: Tensor, input_pos: Tensor) -> Tensor:
+        """x + wo(attention(wqkv(norm(x)))) for x [B, S, dim]."""
         k_cache, v_cache = self.kv_cache.rows(x.shape[0])
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
-        qkv = self.wqkv(x)
-        return self.wo(kernels.attention(qkv, rope, k_cache, v_cache, input_pos, q_norm, k_norm, self.norm_eps))
+        qkv = self.wqkv(x, norm=norm.weight, eps=norm.eps)
+        y = kernels.attention(qkv, rope, k_cache, v_cache, input_pos, q_norm, k_norm, self.norm_eps)
+        return self.wo(y, residual=x)
 
 
 class FeedForward(nn.Module):
@@ -224,8 +242,9 @@ class FeedForward(nn.Module):
         self.w13 = Linear(args.dim, 2 * args.intermediate_size, bias=False)
         self.w2 = Linear(args.intermediate_size, args.dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(kernels.silu_mul(self.w13(x)))
+    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """x + w2(silu(gate) * up), with (gate, up) = w13(norm(x)), for x [B, S, dim]."""
+        return self.w2(self.w13(x, norm=norm.weight, eps=norm.eps), gated=True, residual=x)
 
 
 class TransformerBlock(nn.Module):
@@ -239,8 +258,8 @@ class TransformerBlock(nn.Module):
     # The layers are alike, so torch.compile may compile one and call it n_layer times: 3 to 4 times sooner ready.
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, rope: Tensor, input_pos: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, input_pos)
-        return x + self.feed_forward(self.ffn_norm(x))
+        x = self.attention(x, self.attention_norm, rope, input_pos)
+        return self.feed_forward(x, self.ffn_norm)
 
 
 class Transformer(nn.Module):
@@ -249,7 +268,9 @@ class Transformer(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.args = args
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        # Normal numbers, its own initialization, would on "meta" import the compiler: 70 MB and a second.
+        table = torch.empty(args.vocab_size, args.dim).uniform_(-1, 1)
+        self.tok_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList(TransformerBlock(args) for _ in range(args.n_layer))
         self.norm = RMSNorm(args.dim, args.norm_eps)
         self.output = Linear(args.dim, args.vocab_size, bias=False)
@@ -280,6 +301,12 @@ class Transformer(nn.Module):
                 self.max_batch_size, self.args.n_local_heads, self.max_seq_length, self.args.head_dim, dtype, device
             )
 
+    def share_prompt(self, rows: int, length: int) -> None:
+        """Copy the keys and values of the first row's first `length` positions to the other `rows` - 1."""
+        for layer in self.layers:
+            for cache in layer.attention.kv_cache.buffers():
+                cache[1:rows, :, :length] = cache[:1, :, :length]
+
     def check_positions(self, idx: Tensor, input_pos: Tensor) -> Tensor:
         """`input_pos` as [B, S]. Raises IndexError for one outside the cache (a GPU, not to be waited for, asserts)."""
         if not torch.compiler.is_compiling() and input_pos.device.type == "cpu":
@@ -301,4 +328,4 @@ class Transformer(nn.Module):
             x = layer(x, self.rope, input_pos)
         if logits_to_keep:
             x = x[:, -logits_to_keep:]
-        return self.output(self.norm(x))
+        return self.output(x, norm=self.norm.weight, eps=self.norm.eps)
