@@ -58,8 +58,10 @@ def weight_files(path: str | Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f'{index}: a JSON object with a "weight_map" is expected') from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            names = []
+        if not names or not all(isinstance(name, str) for name in names):
+            raise ValueError(f'{index}: a JSON object with a "weight_map" from tensors to files is expected')
         for name in names:
             if not (path / name).is_file() or (path / name).parent != path:
                 raise ValueError(f"{path / name}: no such file, but {index.name} lists it")
@@ -84,6 +86,8 @@ def tensor_index(files: list[Path]) -> dict[str, tuple[Path, tuple[int, ...]]]:
         with opened(file) as handle:
             for name in handle.keys():  # noqa: SIM118 (a handle is no dict)
                 index[name] = (file, tuple(handle.get_slice(name).get_shape()))
+    if not index:
+        raise ValueError(f"{files[0]}: holds no tensor")
     return index
 
 
@@ -98,9 +102,11 @@ def fill(target: Tensor, name: str, index: dict, rank: int, world_size: int) -> 
         if source not in index:
             raise ValueError(f"{next(iter(index.values()))[0].parent}: tensor {source} is missing")
     shapes = [index[source][1] for source in names]
-    whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    whole = (sum(shape[0] for shape in shapes if shape), *shapes[0][1:])
     cut = [dim for dim in range(len(whole)) if len(whole) == target.dim() and whole[dim] != target.shape[dim]]
-    fits = len(whole) == target.dim() and all(shape[1:] == shapes[0][1:] for shape in shapes)
+    # Keys and values, gate and up are alike; only queries have more rows.
+    alike = all(shape[1:] == shapes[0][1:] for shape in shapes) and shapes[-1] == shapes[-2:][0]
+    fits = alike and len(whole) == target.dim()
     if not fits or len(cut) > 1 or any(whole[dim] != target.shape[dim] * world_size for dim in cut):
         found = " + ".join(f"{source} {list(shape)}" for source, shape in zip(names, shapes, strict=True))
         raise ValueError(f"{index[names[0]][0]}: {found} cannot fill {name} {list(target.shape)}")
@@ -117,6 +123,36 @@ def fill(target: Tensor, name: str, index: dict, rank: int, world_size: int) -> 
                 raise ValueError(f"{file}: {source} is {part.dtype}, but {name} takes {target.dtype}")
             target[row : row + part.shape[0]].copy_(part)
             row += part.shape[0]
+
+
+def materialize(
+    model: Transformer, tied: bool, device: torch.device, precision: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Give all that a model built on "meta" stores its memory on `device`; yields each tensor's name and the tensor, to
+    be filled before the next one is allocated. A `tied` head stays as it is."""
+    activations = torch.float32 if device.type == "cpu" else precision
+    for path, module in model.named_modules():
+        if tied and path == "output":
+            continue
+        small = isinstance(module, RMSNorm)
+        for kind in (module._parameters, module._buffers):
+            for key, meta in list(kind.items()):
+                if meta is None or key in module._non_persistent_buffers_set:
+                    continue
+                dtype = meta.dtype
+                if kind is module._parameters:
+                    dtype = activations if small or key == "bias" else precision
+                target = torch.empty(meta.shape, dtype=dtype, device=device)
+                yield f"{path}.{key}", target
+                kind[key] = nn.Parameter(target, requires_grad=False) if kind is module._parameters else target
+
+
+def packed(model: Transformer) -> Transformer:
+    """A model ready to run: what a GPU's kernel wants in a layout of its own, in that layout."""
+    for module in model.modules():
+        if isinstance(module, quantize.Int4Linear):
+            module.pack()
+    return model.eval()
 
 
 def load_model(
@@ -144,30 +180,66 @@ def load_model(
         if quantization:
             quantize.replace_linears(model, **quantization)
     index = tensor_index(files)
-    activations = torch.float32 if device.type == "cpu" else precision
 
     tied = args.tie_embeddings and not quantization
     used = set()
-    for path, module in model.named_modules():
-        if tied and path == "output":
-            continue
-        small = isinstance(module, RMSNorm)
-        for kind in (module._parameters, module._buffers):
-            for key, meta in list(kind.items()):
-                if meta is None or key in module._non_persistent_buffers_set:
-                    continue
-                name = f"{path}.{key}"
-                dtype = meta.dtype
-                if kind is module._parameters:
-                    dtype = activations if small or key == "bias" else precision
-                target = torch.empty(meta.shape, dtype=dtype, device=device)
-                fill(target, name, index, rank, world_size)
-                used.update(sources(name))
-                kind[key] = nn.Parameter(target, requires_grad=False) if kind is module._parameters else target
+    for name, target in materialize(model, tied, device, precision):
+        fill(target, name, index, rank, world_size)
+        used.update(sources(name))
     if tied:
         model.output.weight = model.tok_embeddings.weight
         used.add("lm_head.weight")
     surplus = sorted(name for name in set(index) - used if not name.endswith("rotary_emb.inv_freq"))
     if surplus:
         raise ValueError(f"{index[surplus[0]][0]}: tensor {surplus[0]} belongs to no part of this model")
-    return model.eval()
+    return packed(model)
+
+
+def random_model(
+    config: str | Path,
+    device: str | torch.device = "cpu",
+    precision: torch.dtype = torch.float32,
+    mode: str | None = None,
+    groupsize: int | None = None,
+) -> Transformer:
+    """A model of the sizes in `config`, a config.json or the directory with it, and random weights, always the same.
+
+    It is as fast as a real one of these sizes, which need not be downloaded to know that. mode: "int8" or "int4" (with
+    a `groupsize`) makes quantized layers; precision is as in `load_model`. Every product keeps the scale of its input,
+    so that logits are finite and have a standard deviation of about 1.
+    """
+    device = torch.device(device)
+    args = ModelArgs.from_config(config)
+    if device.type == "cpu":
+        kernels.load()
+    with torch.device("meta"):
+        model = Transformer(args)
+        if mode:
+            quantize.replace_linears(model, mode, groupsize)
+    tied = args.tie_embeddings and not mode
+    generator = torch.Generator(device).manual_seed(0)
+    for name, target in materialize(model, tied, device, precision):
+        path, _, key = name.rpartition(".")
+        module = model.get_submodule(path)
+        size = getattr(module, "in_features", args.dim) ** -0.5  # of a weight, so that a product keeps the scale
+        if isinstance(module, quantize.Int8Linear):
+            level = size / 73.6  # the standard deviation of -127 … 127
+        else:
+            level = size / 4.61  # … and of 0 … 15
+        if key == "bias":
+            target.zero_()
+        elif key == "scales":
+            target.fill_(level)
+        elif key == "mins":
+            target.fill_(-7.5 * level)
+        elif target.dtype == torch.int8:
+            target.random_(-127, 128, generator=generator)
+        elif target.dtype == torch.uint8:
+            target.random_(0, 256, generator=generator)
+        elif target.dim() == 1:
+            target.fill_(1)  # a norm
+        else:
+            target.normal_(0, size, generator=generator)
+    if tied:
+        model.output.weight = model.tok_embeddings.weight
+    return packed(model)

@@ -17,13 +17,19 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import load_model, weight_files
-from generate import DraftLength, ModelDraft, NgramDraft, compile_model, generate, weight_bytes
+import kernels
+from checkpoint import load_model, random_model, weight_files
+from explain import explain, read_bandwidth
+from generate import DraftLength, ModelDraft, NgramDraft, fix_shape, generate, weight_bytes
 from model import ModelArgs, Transformer
 from quantize import quantization_of
+from team import Team, compile_model, joined
 from tokenizer import StreamDecoder, Tokenizer, get_tokenizer
+from tp import local_sizes
+from tracing import Trace
 
 DEFAULT_CHECKPOINT = Path(__file__).resolve().parent / "checkpoints" / "SmolLM2-135M-Instruct"
+EXACT_TOKENS = 16  # of a pass with --exact: a draft of up to 15 fits, and products of 16 rows are no odd case
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COLOURS = {"accepted": "\033[32m", "corrected": "\033[31m", "bonus": "\033[36m", "plain": ""}
 
@@ -60,6 +66,12 @@ def k_or_auto(text: str) -> int | str:
     return number(int, 1, 64, 'an integer from 1 to 64, or "auto"')(text)
 
 
+def config_and_mode(text: str) -> tuple[Path, str | None]:
+    """An argparse type: CONFIG, CONFIG:int8 or CONFIG:int4."""
+    path, _, mode = text.rpartition(":")
+    return (Path(path), mode) if path and mode in ("int8", "int4") else (Path(text), None)
+
+
 def parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="generate.py",
@@ -91,6 +103,8 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("the model").add_argument
     add("--checkpoint_path", type=Path, default=DEFAULT_CHECKPOINT, metavar="PATH",
         help="a Hugging Face directory, or one safetensors file in it (a quantized one)")  # fmt: skip
+    add("--random_weights", type=config_and_mode, metavar="CONFIG[:int8|:int4]",
+        help="instead of a checkpoint, a config.json or a directory with one: to try that size's speed")  # fmt: skip
     add("--device", choices=("cuda", "mps", "cpu"), help="default: the first of these that is there")
     add("--precision", choices=PRECISIONS, help="of float weights; default: bf16 where the device computes it, or fp32")
     add("--compile", action="store_true", help="compile the decode step with torch.compile")
@@ -104,10 +118,17 @@ def parser() -> argparse.ArgumentParser:
     add("--ngram_min", type=positive, default=1, metavar="N", help="the shortest")
     add("--speculate_k", type=k_or_auto, default="auto", metavar="K",
         help='tokens to draft in a round, or "auto": as many as pay, none if none do')  # fmt: skip
+    add("--draft_unsharded", action="store_true",
+        help="under torchrun: the first process alone runs the draft model, which may be faster")  # fmt: skip
+    add("--exact", action="store_true",
+        help=f"let each pass compute {EXACT_TOKENS} tokens: a GPU then rounds verified ones as plain ones")  # fmt: skip
     add("--compare", action="store_true", help="decode plainly too, with the same seed, to measure the speed-up")
     add("--show_draft", action="store_true", help="colour drafted (green), corrected (red) and bonus (cyan) tokens")
     add = parser.add_argument_group("what is written").add_argument
     add("--stats_json", type=Path, metavar="FILE", help="all figures of the report, and the token ids")
+    add("--trace", type=Path, metavar="FILE",
+        help="a page (HTML) that shows the first sample's speculation, token by token and round by round")  # fmt: skip
+    add("--explain", action="store_true", help="say what bound the run's speed, and what held speculation back")
     add("--profile", type=Path, metavar="FILE", help="a trace of the first sample, for chrome://tracing or Perfetto")
     return parser
 
@@ -121,17 +142,35 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--interactive goes with --batch_size 1: a conversation has one answer")
     if args.interactive and args.num_samples > 1:
         raise ValueError("--interactive goes with --num_samples 1: a conversation has one answer")
+    if args.random_weights:
+        if args.checkpoint_path is not DEFAULT_CHECKPOINT:
+            raise ValueError("--random_weights and --checkpoint_path exclude each other: give one")
+        for flag in ("chat", "interactive", "prompt_file", "draft_checkpoint_path", "trace"):
+            if getattr(args, flag):
+                raise ValueError(f"--{flag} needs a tokenizer, and --random_weights comes without one")
+        if args.prompt is not None and not args.prompt.strip().isdecimal():
+            raise ValueError("--random_weights comes without a tokenizer: --prompt has to be an INTEGER, its tokens")
     if args.draft and args.draft_checkpoint_path:
         raise ValueError("--draft and --draft_checkpoint_path exclude each other: give one")
     if not (args.draft or args.draft_checkpoint_path):
-        for flag in ("compare", "show_draft"):
+        for flag in ("compare", "show_draft", "trace"):
             if getattr(args, flag):
                 raise ValueError(f"--{flag} needs a draft: --draft ngram or --draft_checkpoint_path PATH")
-    if args.compare and args.interactive:
-        raise ValueError("--compare needs one prompt: it does not go with --interactive")
+    for flag in ("compare", "trace", "explain", "profile"):
+        if getattr(args, flag) and args.interactive:
+            raise ValueError(f"--{flag} needs one prompt: it does not go with --interactive")
+    if args.max_seq_length and not args.interactive:
+        raise ValueError("--max_seq_length is a conversation's: it goes with --interactive")
+    if args.draft_unsharded and not args.draft_checkpoint_path:
+        raise ValueError("--draft_unsharded needs --draft_checkpoint_path PATH")
+    if args.exact and args.speculate_k != "auto" and args.speculate_k >= EXACT_TOKENS:
+        raise ValueError(
+            f"--speculate_k {args.speculate_k} does not go with --exact, whose passes of {EXACT_TOKENS} tokens verify "
+            f"{EXACT_TOKENS - 1} at most"
+        )
     if args.ngram_min > args.ngram_max:
         raise ValueError(f"--ngram_min {args.ngram_min} is more than --ngram_max {args.ngram_max}")
-    for flag in ("stats_json", "profile"):
+    for flag in ("stats_json", "profile", "trace"):
         path = getattr(args, flag)
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise ValueError(f"--{flag} {path}: a file in a directory that exists is expected")
@@ -168,13 +207,14 @@ def read_prompt(args: argparse.Namespace) -> str:
     return args.prompt if args.prompt is not None else "Hello, my name is"
 
 
-def encode_prompt(args: argparse.Namespace, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    if args.prompt is not None and args.prompt.strip().isdecimal() and not args.chat:
-        count = int(args.prompt)
+def encode_prompt(args: argparse.Namespace, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
+    if tokenizer is None or (args.prompt is not None and args.prompt.strip().isdecimal() and not args.chat):
+        count = int(args.prompt or 16)
         if not 1 <= count <= 10**7:
             raise ValueError(f"--prompt {args.prompt}: a synthetic prompt has 1 token at least and 10 million at most")
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(min(vocab_size, tokenizer.vocab_size), (count,), generator=generator).tolist()
+        ids = min(vocab_size, tokenizer.vocab_size) if tokenizer else vocab_size
+        return torch.randint(ids, (count,), generator=generator).tolist()
     text = read_prompt(args)
     ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if args.chat else tokenizer.encode(text)
     if not ids:
@@ -194,11 +234,21 @@ def check_fits(prompt_tokens: int, new_tokens: int, args: ModelArgs, checkpoint:
 # ---------------------------------------------------------------- output
 
 
+class TokenIds:
+    """A `StreamDecoder` for a model without a tokenizer: the ids themselves."""
+
+    def put(self, token_id: int) -> str:
+        return f"{token_id} "
+
+    def flush(self) -> str:
+        return ""
+
+
 class Printer:
     """Writes one row's text to standard output as its tokens come; the other rows' when asked."""
 
-    def __init__(self, tokenizer: Tokenizer, rows: int, colours: bool):
-        self.decoders = [StreamDecoder(tokenizer) for _ in range(rows)]
+    def __init__(self, tokenizer: Tokenizer | None, rows: int, colours: bool):
+        self.decoders = [StreamDecoder(tokenizer) if tokenizer else TokenIds() for _ in range(rows)]
         self.texts = [""] * rows
         self.colours = colours
 
@@ -224,8 +274,11 @@ def peak_memory(device: torch.device) -> int:
     """Bytes: the most that this process has held, or on CUDA the most of the device's memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # On Linux ru_maxrss begins with what the parent process had; this does not.
+    (peak,) = (line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    return int(peak.split()[1]) * 1024
 
 
 def say(text: str) -> None:
@@ -243,8 +296,8 @@ def report(stats: dict, label: str) -> None:
         )
     if stats.get("rounds"):
         say(
-            f"  draft    {stats['acceptance_rate']:.0%} accepted (α {stats['alpha']:.2f}), {stats['tokens_per_pass']:.2f} "
-            f"tokens per pass; accepted per round {stats['accept_counts']}; "
+            f"  draft    {stats['acceptance_rate']:.0%} accepted (α {stats['alpha']:.2f}), "
+            f"{stats['tokens_per_pass']:.2f} tokens per pass; accepted per round {stats['accept_counts']}; "
             f"draft {stats['draft_s'] * 1e3:.1f} ms, verify {stats['verify_s'] * 1e3:.1f} ms a round"
         )
     if stats.get("predicted_speedup"):
@@ -272,47 +325,75 @@ def check_draft(args: argparse.Namespace, tokenizer: Tokenizer, needed: int) -> 
     path = args.draft_checkpoint_path
     if get_tokenizer(path).vocabulary() != tokenizer.vocabulary():
         raise ValueError(
-            f"--draft_checkpoint_path {path}: its tokenizer is not that of {args.checkpoint_path}; the target scores the "
-            "draft's token ids, so both must stand for the same text"
+            f"--draft_checkpoint_path {path}: its tokenizer is not that of {args.checkpoint_path}; the target scores "
+            "the draft's token ids, so both must stand for the same text"
         )
     draft = ModelArgs.from_config(weight_files(path)[0].parent)
-    check_fits(needed, 0, draft, path)
+    limit = min(draft.block_size, draft.sliding_window or draft.block_size)
+    if needed > limit:
+        raise ValueError(
+            f"--draft_checkpoint_path {path}: its context has {limit} tokens, but the draft reads all of the text, "
+            f"which may have {needed}"
+        )
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, team: Team | None = None) -> None:
     check_flags(args)
     device = choose_device(args.device)
     precision = choose_precision(args.precision, device)
-    files = weight_files(args.checkpoint_path)
-    model_args = ModelArgs.from_config(files[0].parent)
-    quantization = quantization_of(files[0])
-    tokenizer = get_tokenizer(files[0].parent)
-    ends = () if args.ignore_eos else tuple(tokenizer.eos_ids)
+    if args.random_weights:
+        source, mode = args.random_weights
+        model_args, tokenizer = ModelArgs.from_config(source), None
+        quantization = mode and {"mode": mode, "groupsize": 32 if mode == "int4" else None}
+    else:
+        files = weight_files(args.checkpoint_path)
+        source = files[0].parent
+        model_args = ModelArgs.from_config(source)
+        quantization = quantization_of(files[0])
+        tokenizer = get_tokenizer(source)
+    ends = () if args.ignore_eos or not tokenizer else tuple(tokenizer.eos_ids)
     limit = min(model_args.block_size, model_args.sliding_window or model_args.block_size)
     if args.interactive:
         prompt, needed = [], args.max_seq_length or min(limit, 8192)
-        check_fits(needed, 0, model_args, args.checkpoint_path)
+        if needed > limit:
+            raise ValueError(f"--max_seq_length {needed}: the context of {source} has {limit} tokens")
     else:
         prompt = encode_prompt(args, tokenizer, model_args.vocab_size)
         needed = len(prompt) + args.max_new_tokens
-        check_fits(len(prompt), args.max_new_tokens, model_args, args.checkpoint_path)
+        check_fits(len(prompt), args.max_new_tokens, model_args, source)
     if args.draft_checkpoint_path:
         check_draft(args, tokenizer, needed)
+    load = load_draft = load_model
+    if team and args.random_weights:
+        raise ValueError("--random_weights goes with one process, not with torchrun")
+    if team:
+        local_sizes(args.checkpoint_path, team.size)
+        if args.draft_checkpoint_path and not args.draft_unsharded:
+            local_sizes(args.draft_checkpoint_path, team.size, hint=", and so would --draft_unsharded")
+        load, load_draft = team.load_model, load_model if args.draft_unsharded else team.load_model
+        team.goes_on = args.interactive
 
     start = time.perf_counter()
-    model = load_model(args.checkpoint_path, device, PRECISIONS[precision])
+    if args.random_weights:
+        model = random_model(source, device, PRECISIONS[precision], **quantization or {})
+    else:
+        model = load(args.checkpoint_path, device, PRECISIONS[precision])
     model.setup_caches(args.batch_size, needed)
     draft = None
     if args.draft == "ngram":
         draft = NgramDraft(args.ngram_max, args.ngram_min)
     elif args.draft_checkpoint_path:
-        draft = ModelDraft(load_model(args.draft_checkpoint_path, device, PRECISIONS[precision]), model_args.vocab_size)
+        draft = ModelDraft(load_draft(args.draft_checkpoint_path, device, PRECISIONS[precision]), model_args.vocab_size)
         draft.model.setup_caches(args.batch_size, needed)
-    say(f"loaded {files[0].parent.name} ({weight_bytes(model) / 1e6:.0f} MB) in {time.perf_counter() - start:.1f} s")
+    say(f"loaded {source.name} ({weight_bytes(model) / 1e6:.0f} MB) in {time.perf_counter() - start:.1f} s")
     length = DraftLength(
         args.speculate_k, weight_bytes(draft.model) / weight_bytes(model) if isinstance(draft, ModelDraft) else 0.0
     )
-    compile_s = warm_up(args, model, draft, length) if args.compile or args.compile_prefill else 0.0
+    # The C++ operators need no fixed shape: a row's bits do not depend on how many there are.
+    shape = EXACT_TOKENS if args.exact and not (device.type == "cpu" and kernels.load()) else 0
+    compile_s = warm_up(args, model, draft, length, shape) if args.compile or args.compile_prefill else 0.0
+    if shape and not compile_s:
+        fix_shape(model, shape)
 
     sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     common = {"batch_size": args.batch_size, "stop_ids": ends, **sampling}
@@ -321,6 +402,7 @@ def run(args: argparse.Namespace) -> None:
         "device": device.type,
         "precision": precision,
         "quantization": quantization,
+        "processes": team.size if team else 1,
         "samples": samples,
     }
 
@@ -350,31 +432,67 @@ def run(args: argparse.Namespace) -> None:
                 torch.manual_seed(seed)
                 _, plain = generate(model, prompt, args.max_new_tokens, **common)
             printer = Printer(tokenizer, args.batch_size, show)
+            trace = Trace(tokenizer, prompt, args.batch_size) if args.trace and i == 0 else None
+            hooks = {"callback": both(printer, trace.put), "observe": trace.observe} if trace else {}
             with profiling(args.profile if i == 0 else None, device):
-                stats = sample(prompt, seed, printer, max_new_tokens=args.max_new_tokens)
+                stats = sample(prompt, seed, printer, max_new_tokens=args.max_new_tokens, **hooks)
             if plain and plain["tokens_per_s"] and stats["tokens_per_s"]:
                 stats["plain_tokens_per_s"] = plain["tokens_per_s"]
                 stats["measured_speedup"] = stats["tokens_per_s"] / plain["tokens_per_s"]
             report(stats, label)
+            if args.explain:
+                say(explain(stats, length, read_bandwidth(device), weight_bytes(model)))
+            if trace:
+                page = trace.page(stats, length, trace_title(args, seed))
+                write_whole(args.trace, lambda path, page=page: path.write_text(page, encoding="utf-8"))
     if args.stats_json:
         text = json.dumps(summary, indent=1, ensure_ascii=True)
         write_whole(args.stats_json, lambda path: path.write_text(text + "\n", encoding="utf-8"))
 
 
-def warm_up(args: argparse.Namespace, model: Transformer, draft: object, length: DraftLength) -> float:
+def both(one: Callable[..., None], other: Callable[..., None]) -> Callable[..., None]:
+    def call(*arguments: object) -> None:
+        one(*arguments)
+        other(*arguments)
+
+    return call
+
+
+def trace_title(args: argparse.Namespace, seed: int) -> dict[str, str]:
+    """What a trace's page says of the run."""
+    given = {"top_k": args.top_k, "top_p": args.top_p}
+
+    def name(path: Path) -> str:
+        return path.resolve().name if path.is_dir() else f"{path.resolve().parent.name}/{path.name}"
+
+    return {
+        "target": name(args.checkpoint_path),
+        "draft": args.draft or name(args.draft_checkpoint_path),
+        "temperature": f"{args.temperature:g}",
+        **{key: f"{value:g}" for key, value in given.items() if value},
+        "seed": str(seed),
+    }
+
+
+def warm_up(args: argparse.Namespace, model: Transformer, draft: object, length: DraftLength, shape: int) -> float:
     """Compile now what would otherwise be compiled inside the first sample. Returns the seconds it took."""
     start = time.perf_counter()
     largest = (length.fixed or length.LARGEST) + 1 if draft else 1
-    models = [(model, largest)]
+    models = [(model, max(largest, shape))]
     if isinstance(draft, ModelDraft):
         models.append((draft.model, 2))  # it reads one token at a time, or two after a fully accepted round
     device = model.norm.weight.device
     for compiled, most in models:
         compile_model(compiled, most, args.compile, args.compile_prefill)
+        if shape and compiled is model:
+            fix_shape(model, shape)  # around the compiled passes: one of them then serves all
+        # On CUDA each number of tokens has a graph of its own, which is recorded when it is met for the second time.
+        sizes = range(1, (most if device.type == "cuda" else min(most, 2)) + 1) if args.compile else ()
         with torch.inference_mode():
-            for tokens in ([1] if args.compile else []) + ([2] if args.compile and most > 1 else []):
+            for tokens in sizes:
                 idx = torch.zeros(args.batch_size, tokens, dtype=torch.int64, device=device)
-                compiled(idx, torch.arange(tokens, device=device))
+                for _ in range(3 if device.type == "cuda" else 1):
+                    compiled(idx, torch.arange(tokens, device=device))
     seconds = time.perf_counter() - start
     say(f"compiled in {seconds:.1f} s")
     return seconds
@@ -462,7 +580,10 @@ def main(argv: list[str] | None = None) -> int:
     """The program. Returns its exit code: 0, 2 for input that cannot be used, 130 when interrupted."""
     warnings.showwarning = lambda message, *where, **more: say(f"warning: {message}")
     try:
-        run(parser().parse_args(argv))
+        with joined() as team:
+            if team and team.rank > 0:
+                return team.follow()
+            run(parser().parse_args(argv), team)
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -9,10 +9,10 @@ Shapes: B rows (batch), S positions in one call, T prompt length, V vocabulary, 
 import time
 import warnings
 from array import array
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 from typing import Protocol
 
 import torch
@@ -34,11 +34,12 @@ def logits_to_probs(
 
     Temperature, then the `top_k` most likely tokens, then the fewest of those whose probabilities reach `top_p`
     (nucleus sampling, Holtzman et al. 2020, section 3.1). Temperature 0 is argmax: a one-hot distribution, exactly.
-    Tokens that tie with the last one kept are kept too.
+    Tokens that tie with the last one kept are kept too. Logits that are not finite do not hide: they give NaN.
     """
     logits = logits.float()
     if temperature == 0:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        top = logits.max(dim=-1, keepdim=True)
+        return torch.zeros_like(logits).scatter_(-1, top.indices, top.values * 0 + 1)
     logits = logits / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         least = logits.topk(top_k, dim=-1).values[..., -1:]
@@ -87,7 +88,7 @@ def prefill(model: Transformer, x: Tensor, input_pos: Tensor, **sampling) -> tup
 
 
 def decode_one_token(model: Transformer, x: Tensor, input_pos: Tensor, **sampling) -> tuple[Tensor, Tensor]:
-    """One step: x int64 [B, 1] at `input_pos` int64 [1] or [B, 1] -> (next token [B, 1], its distribution [B, 1, V])."""
+    """One step: x int64 [B, 1] at `input_pos` [1] or [B, 1] -> (next token [B, 1], its distribution [B, 1, V])."""
     return sample(model(x, input_pos), **sampling)
 
 
@@ -160,14 +161,35 @@ class NgramDraft:
         return []
 
 
+def draft_tokens(
+    model: Transformer, logits: Tensor, input_pos: Tensor, k: int, vocab_size: int, **sampling
+) -> tuple[Tensor, Tensor]:
+    """Draw k tokens [B, k] one after the other, and their distributions [B, k, V], from the `logits` [B, 1, V] of the
+    token at `input_pos` [B, 1] on. The last one is not fed to the model. Heads are padded to different sizes, so only
+    the target's `vocab_size` ids are drawn from."""
+    tokens, probs = [], []
+    for i in range(k):
+        if i > 0:
+            logits = model(tokens[-1], input_pos + i)
+        token, q = sample(logits[..., :vocab_size], **sampling)
+        tokens.append(token)
+        probs.append(q)
+    return torch.cat(tokens, dim=1), torch.cat(probs, dim=1)
+
+
 class ModelDraft:
     """A smaller, or quantized, model with a cache of its own as draft. `vocab_size`: the target's."""
 
     def __init__(self, model: Transformer, vocab_size: int):
         self.model = model
-        self.vocab_size = min(vocab_size, model.args.vocab_size)  # heads are padded to different sizes
+        self.vocab_size = vocab_size
         self.cached: list[list[int]] = []  # the ids whose keys and values are in the cache, row by row
-        self.drafted: Tensor | None = None  # those that the last round added, [B, k - 1], still on the device
+        self.drafted: Tensor | None = None  # those that the last round added, [B, k - 1], on their way to the host
+
+    def setup_caches(self, max_batch_size: int, max_seq_length: int) -> None:
+        if max_batch_size > self.model.max_batch_size or max_seq_length > self.model.max_seq_length:
+            self.cached = []  # a larger cache is a new one
+        self.model.setup_caches(max_batch_size, max_seq_length)
 
     def prepare(self, text: list[list[int]]) -> None:
         """Read a prompt ahead of the first proposal."""
@@ -191,27 +213,20 @@ class ModelDraft:
             missing = max(missing, len(row) - len(cached))
         positions = [[max(0, i) for i in range(len(row) - missing, len(row))] for row in text]
         ids = [[row[i] for i in at] for row, at in zip(text, positions, strict=True)]
+        if max(map(max, ids)) >= self.model.args.vocab_size:  # a GPU, not to be waited for, would assert
+            raise ValueError(f"the text has an id beyond the draft's {self.model.args.vocab_size}")
         self.cached, self.drafted = [[] for _ in text], None  # until the pass has succeeded
         device = self.model.norm.weight.device
-        input_pos = torch.tensor(positions, device=device)
-        x = torch.tensor(ids, device=device)
+        input_pos, x = to_device(positions, device), to_device(ids, device)
         # One or two tokens is the common case, for which a compiled step stands ready; anything longer is a prompt.
         logits = self.model(x, input_pos)[:, -1:] if missing <= 2 else prompt_logits(self.model, x, input_pos)
         self.cached = [list(row) for row in text]
         return logits, input_pos[:, -1:]
 
     def propose(self, text: list[list[int]], k: int, **sampling) -> tuple[Tensor, Tensor]:
-        logits, input_pos = self.feed(text)
-        tokens, probs = [], []
-        for i in range(k):
-            if i > 0:
-                logits = self.model(tokens[-1], input_pos + i)
-            token, q = sample(logits[..., : self.vocab_size], **sampling)
-            tokens.append(token)
-            probs.append(q)
-        drafts = torch.cat(tokens, dim=1)
-        self.drafted = drafts[:, : k - 1]  # the last one is never fed
-        return drafts, torch.cat(probs, dim=1)
+        drafts, q = draft_tokens(self.model, *self.feed(text), k, self.vocab_size, **sampling)
+        self.drafted = drafts[:, : k - 1].to("cpu", non_blocking=True)  # there when the round has waited for the target
+        return drafts, q
 
 
 # ---------------------------------------------------------------- the rule
@@ -242,19 +257,23 @@ def accept_or_resample(drafts: Tensor, q: Tensor, p: Tensor, uniform: Tensor) ->
     from p_{k+1}: the same residual, with q = 0. Either way each token is distributed as p, whatever q is.
     At temperature 0 both are one-hot, and the rule is a comparison of argmaxes.
     """
-    rows, k = drafts.shape
+    k = drafts.shape[1]
     p_drafts = p[:, :k].gather(-1, drafts[..., None]).squeeze(-1)
     q_drafts = q.gather(-1, drafts[..., None]).squeeze(-1)
     accept = uniform < p_drafts / q_drafts
     accepted = accept.int().cumprod(dim=1).sum(dim=1)  # how many before the first rejection
 
-    row = torch.arange(rows, device=p.device)
+    return accepted, draw(residual(q, p, accepted))
+
+
+def residual(q: Tensor, p: Tensor, accepted: Tensor) -> Tensor:
+    """What the token after `accepted` [B] drafts is drawn from: (p - q)+ at that place, not normalized, [B, V]."""
+    row = torch.arange(len(accepted), device=p.device)
     p_next = p[row, accepted]
     q_next = F.pad(q, (0, 0, 0, 1))[row, accepted]  # zeros after the last draft
-    residual = (p_next - q_next).clamp(min=0)
+    left = (p_next - q_next).clamp(min=0)
     # Rounding can reject where p and q are all but equal; p itself is then what is left to draw from.
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
-    return accepted, draw(residual)
+    return torch.where(left.sum(-1, keepdim=True) > 0, left, p_next)
 
 
 def speculative_decode(
@@ -274,16 +293,16 @@ def speculative_decode(
     its position; the cache holds all before it. `text`: all ids so far, row by row, each ending in its `cur_token`.
     Without it `draft` must be a `Transformer` whose own cache holds all before `input_pos`.
 
-    Returns the new tokens, int64 [n] with 1 ≤ n ≤ k + 1 (for several rows a list of such, each with its own n), and
-    leaves all of them but the last in the target's cache. Rejected entries stay there too, at positions that no query
-    sees before they are overwritten. Raises DraftError if the draft fails; the text is then as it was.
+    Returns the new tokens, int64 [n] on the CPU, 1 ≤ n ≤ k + 1 (for several rows a list of such, each with its own n),
+    and leaves all of them but the last in the target's cache. Rejected entries stay there too, at positions that no
+    query sees before they are overwritten. Raises DraftError if the draft fails; the text is then as it was.
     """
     device = model.norm.weight.device
-    cur_token = cur_token.reshape(-1, 1)
-    input_pos = torch.as_tensor(input_pos, device=device).reshape(-1, 1)
+    cur_token = cur_token.reshape(-1, 1).to(device, non_blocking=True)
+    input_pos = torch.as_tensor(input_pos).reshape(-1, 1).to(device, non_blocking=True)
     clock = Stopwatch(device)
 
-    drafts, q = propose(draft, text, cur_token, input_pos, speculate_k, model.args.vocab_size, **sampling)
+    drafts, q, sound = propose(draft, text, cur_token, input_pos, speculate_k, model.args.vocab_size, **sampling)
     clock.lap()
 
     k = drafts.shape[1]
@@ -292,16 +311,16 @@ def speculative_decode(
     p = logits_to_probs(model(block, positions), **sampling)
     uniform = torch.rand(drafts.shape, device=device)
     accepted, token = accept_or_resample(drafts, q, p, uniform)
-    sound = q.isfinite().all().int()  # read with the counts: a round waits for the device once
-    *counts, sound = torch.cat((accepted, sound[None])).tolist()
+    tokens = torch.cat((drafts, token[:, None]), dim=1).to("cpu", non_blocking=True)
+    *counts, sound = torch.cat((accepted, sound[None])).tolist()  # the one place where a round waits for the device
     clock.lap()
 
     if not sound:
-        raise DraftError("its probabilities are not finite")
+        raise DraftError("what it proposed was not drawn from a distribution over the vocabulary")
     if isinstance(draft, Transformer) and k and max(counts) == k:
         draft(drafts[:, -1:], input_pos + k)  # accepted but never fed: the cache would have a hole
     observe(Round(drafts, q, p, uniform, counts, *clock.seconds()))
-    rows = [torch.cat((drafts[b, :n], token[b : b + 1])) for b, n in enumerate(counts)]
+    rows = [torch.cat((tokens[b, :n], tokens[b, k:])) for b, n in enumerate(counts)]
     return rows[0] if len(rows) == 1 else rows
 
 
@@ -313,29 +332,43 @@ def propose(
     k: int,
     vocab_size: int,
     **sampling,
-) -> tuple[Tensor, Tensor]:
-    """Ask the draft for k tokens: int64 [B, k'] and their distributions [B, k', V]. Whatever it raises is a DraftError."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ask the draft for k tokens: int64 [B, k'], their distributions [B, k', V], and whether those are such, a bool [].
+
+    Whatever the draft raises is a DraftError, and so is a proposal of another form. What only its numbers can tell
+    (NaN, ids outside the vocabulary, rows that do not sum up to 1) is left to the caller, who waits for the device.
+    """
     rows, device = len(cur_token), cur_token.device
     if k == 0:
-        return cur_token[:, :0], torch.zeros(rows, 0, vocab_size, device=device)
+        drafts, q = cur_token[:, :0], torch.zeros(rows, 0, vocab_size, device=device)
+        return drafts, q, torch.ones((), dtype=torch.bool, device=device)
     try:
         if isinstance(draft, Transformer):
-            drafts, probs = cur_token, []
-            for i in range(k):
-                token, q = decode_one_token(draft, drafts[:, -1:], input_pos + i, **sampling)
-                drafts = torch.cat((drafts, token), dim=1)
-                probs.append(q)
-            drafts, q = drafts[:, 1:], torch.cat(probs, dim=1)
+            drafts, q = draft_tokens(draft, draft(cur_token, input_pos), input_pos, k, vocab_size, **sampling)
         else:
             drafts, q = draft.propose(text, k, **sampling)
-        if drafts.shape[0] != rows or drafts.shape[1] > k:
-            raise ValueError(f"{list(drafts.shape)} tokens are no proposal of at most {k} for {rows} rows")
-        if q is None:
-            q = F.one_hot(drafts, vocab_size).float()
+        if drafts.dtype != torch.int64 or drafts.dim() != 2 or len(drafts) != rows or drafts.shape[1] > k:
+            found = f"{drafts.dtype} {list(drafts.shape)}"
+            raise ValueError(f"{found} is no proposal of at most {k} tokens for each of {rows} rows")
+        proposed = drafts.to(device, non_blocking=True)
+        drafts = proposed.clamp(0, vocab_size - 1)
+        q = F.one_hot(drafts, vocab_size).float() if q is None else q.to(device)
+        if q.shape[:-1] != drafts.shape:
+            raise ValueError(f"{list(q.shape)} cannot be the distributions of {list(drafts.shape)} tokens")
         q = F.pad(q[..., :vocab_size], (0, max(0, vocab_size - q.shape[-1])))
-        return drafts.to(device), q.to(device)
+        drawn = (proposed == drafts) & (q.gather(-1, drafts[..., None]).squeeze(-1) > 0)
+        return drafts, q, (drawn & (q.amin(-1) >= 0) & ((q.sum(-1) - 1).abs() < 1e-3)).all()
     except Exception as error:  # whatever goes wrong in a draft, the target can do without it
-        raise DraftError(f"{type(error).__name__}: {error}") from error
+        raise DraftError(reason(error)) from error
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def to_device(values: list, device: torch.device) -> Tensor:
+    """A tensor of `values` on `device`, sent without waiting for what that is doing."""
+    return torch.tensor(values).to(device, non_blocking=True)
 
 
 class Stopwatch:
@@ -370,76 +403,87 @@ class DraftLength:
     With α the chance that a draft is accepted, c the cost of a draft step and v_k that of verifying k drafts, both in
     plain steps of the target, k drafts speed decoding up by (1 - α^(k+1)) / ((1 - α)(k c + v_k)): the expected number
     of tokens (Leviathan et al. 2023, equation 1) over what they cost (theorem 3.8 has v_k = 1, as on an idle GPU).
-    `auto` takes the k with the largest value, 0 if none exceeds 1, and then tries again now and then.
+    `auto` takes the k with the largest value, 0 if none exceeds 1, and then tries again now and then. It drafts only
+    where it can afford to see all of it rejected: what it has lost in all is kept below a share of the time.
     """
 
     LARGEST = 8  # `auto` drafts at most so many
     MEMORY = 0.95  # what a round's evidence on α keeps of its weight for each later round
-    LOSS = 0.03  # `auto` may lose this share of the time to trying, and three plain steps at the start
+    LOSS = 0.03  # `auto` may lose this share of the time to trying, and at the start
+    START = 2.0  # so many plain steps
+    REFRESH = 64  # rounds after which a plain step is measured anew, since it gets dearer as the text grows
 
     def __init__(self, speculate_k: int | str = "auto", draft_cost: float = 0.0):
         self.fixed = None if speculate_k == "auto" else int(speculate_k)
-        self.draft_cost = draft_cost  # c, until it is measured
         self.accepted, self.tested = 3.2, 4.0  # a hopeful start: α = 0.8, on the weight of four drafts
-        self.pass_s: dict[int, deque] = defaultdict(lambda: deque(maxlen=16))  # k -> seconds of verifying
+        self.pass_s: dict[int, deque] = {}  # k -> seconds of verifying, of the last 16 such rounds
+        self.growth: deque = deque(maxlen=16)  # (v_k - 1) / k of each round
         self.draft_s: deque = deque(maxlen=16)  # seconds of one draft step
+        self.plain_s = 0.0  # seconds of one plain step of the target
+        self.c = draft_cost  # until it is measured
         self.spent = self.lost = 0.0  # seconds in all; seconds that plain decoding would not have spent
-        self.plain_rounds = 0  # since the last drafted one
-        self.wait = 16
+        self.plain_rounds = self.draft_rounds = 0  # since the last of the other kind
+        self.wait = self.pause = 16  # plain rounds until drafting is tried again; until the next try after that
 
     @property
     def alpha(self) -> float:
         return self.accepted / self.tested
 
-    @property
-    def plain_s(self) -> float:
-        return median(self.pass_s[0])
-
-    @property
-    def c(self) -> float:
-        return median(self.draft_s) / self.plain_s if self.draft_s else self.draft_cost
-
     def v(self, k: int) -> float:
-        """The cost of verifying k drafts, measured, or on the line through the nearest two that are."""
-        known = {j: median(times) / self.plain_s for j, times in self.pass_s.items() if times}
-        if k in known:
-            return known[k]
-        if len(known) == 1:
-            return 1 + 0.1 * k
-        a, b = sorted(sorted(known, key=lambda j: abs(j - k))[:2])
-        return max(1.0, known[a] + (known[b] - known[a]) * (k - a) / (b - a))
+        """The cost of verifying k drafts: measured, or as it grew in the rounds that were."""
+        times = self.pass_s.get(k, ())
+        if len(times) >= 3 or k == 0:
+            return median_low(times) / self.plain_s
+        return 1 + self.per_token * k
+
+    @property
+    def per_token(self) -> float:
+        return max(0.0, median_low(self.growth)) if self.growth else 0.1
 
     def speedup(self, k: int, alpha: float | None = None) -> float:
         alpha = min(self.alpha if alpha is None else alpha, 0.999)
         return (1 - alpha ** (k + 1)) / ((1 - alpha) * (k * self.c + self.v(k)))
 
+    def cost(self, k: int) -> float:
+        """Of a round, in plain steps. The draft first reads what was decoded without it."""
+        return k * self.c + self.v(k) + self.c * self.per_token * self.plain_rounds
+
     def choose(self, limit: int) -> int:
-        """k for the next round, at most `limit`. The first round is plain: all costs are relative to it."""
-        if limit == 0 or not self.pass_s[0]:
-            return 0
+        """k for the next round, at most `limit`. The first two are plain: all costs are relative to such."""
         if self.fixed is not None:
-            return min(self.fixed, limit)
-        best = max(range(min(self.LARGEST, limit) + 1), key=self.speedup)
+            return min(self.fixed, limit) if self.plain_s else 0
+        if len(self.pass_s.get(0, ())) < 2 or self.draft_rounds >= self.REFRESH:
+            return 0
+        limit = min(limit, self.LARGEST, max(3, 2 * max(self.pass_s)))  # costs are not guessed far beyond the measured
+        best = max(range(limit + 1), key=self.speedup)
         if best == 0 and self.plain_rounds >= self.wait:
-            best = 1
-        if best and self.lost > self.LOSS * self.spent + 3 * self.plain_s:
-            best = 0
+            best = min(1, limit)
+        allowed = self.LOSS * self.spent + self.START * self.plain_s
+        while best and self.lost + (self.cost(best) - 1) * self.plain_s > allowed:
+            best -= 1
         return best
 
     def record(self, round: Round, rows: Sequence[int]) -> None:
         """Learn from a round. `rows`: those that were still running."""
         k = round.drafts.shape[1]
-        self.pass_s[k].append(round.verify_s)
-        tokens = sum(round.accepted[b] + 1 for b in rows) / len(rows)
+        self.pass_s.setdefault(k, deque(maxlen=16)).append(round.verify_s)
+        self.plain_s = min(median_low(times) for times in self.pass_s.values())  # more tokens never take less
         self.spent += round.draft_s + round.verify_s
-        self.lost += round.draft_s + round.verify_s - tokens * self.plain_s
         if k == 0:
-            self.plain_rounds += 1
+            self.plain_rounds, self.draft_rounds = self.plain_rounds + 1, 0
             return
-        if self.plain_rounds == 0:  # else the time contains reading what was decoded without it
+        self.growth.append((round.verify_s / self.plain_s - 1) / k)
+        if self.plain_rounds <= 2:  # else the time contains reading what was decoded without the draft
             self.draft_s.append(round.draft_s / k)
-        self.wait = 16 if any(round.accepted[b] for b in rows) else min(2 * self.wait, 256)
-        self.plain_rounds = 0
+            self.c = median_low(self.draft_s) / self.plain_s
+        # A round that took far longer than it does was held up by something else, as a plain step would have been.
+        seconds = min(round.draft_s + round.verify_s, 2 * self.cost(k) * self.plain_s)
+        self.lost += seconds - sum(round.accepted[b] + 1 for b in rows) / len(rows) * self.plain_s
+        if any(round.accepted[b] for b in rows):
+            self.wait, self.pause = 0, 16
+        elif self.plain_rounds:  # it was a try
+            self.wait, self.pause = self.pause, min(2 * self.pause, 64)
+        self.plain_rounds, self.draft_rounds = 0, self.draft_rounds + 1
         self.accepted *= self.MEMORY
         self.tested *= self.MEMORY
         for b in rows:
@@ -480,8 +524,11 @@ def generate(
     if not 0 <= min(prompt) <= max(prompt) < model.args.vocab_size:
         raise ValueError(f"the prompt has ids outside the model's vocabulary of {model.args.vocab_size}")
     if isinstance(draft, Transformer):
-        draft.setup_caches(batch_size, len(prompt) + max_new_tokens)
         draft = ModelDraft(draft, model.args.vocab_size)
+    if isinstance(draft, ModelDraft):
+        draft.setup_caches(batch_size, len(prompt) + max_new_tokens)
+    if batch_size > model.max_batch_size or len(prompt) + max_new_tokens > model.max_seq_length:
+        cached = 0  # a larger cache is a new one
     model.setup_caches(batch_size, len(prompt) + max_new_tokens)
     device = model.norm.weight.device
     draft_bytes = weight_bytes(draft.model) if isinstance(draft, ModelDraft) else 0
@@ -495,6 +542,8 @@ def generate(
     tally = Tally(DraftLength.LARGEST if length.fixed is None else length.fixed)
 
     def emit(row: int, token: int, kind: str) -> None:
+        if token == model.args.vocab_size:  # what `draw` makes of NaN
+            raise ValueError(not_finite)
         text[row].append(token)
         if token in stop_ids or len(text[row]) == ends:
             running.remove(row)
@@ -511,19 +560,19 @@ def generate(
         """Each row's text, its last token [B, 1] and that one's position [B, 1]. A row that has ended waits at the end
         of its prompt, where what is written to its cache harms nobody."""
         rows = [text[row] if row in running else prompt for row in range(batch_size)]
-        cur_token = torch.tensor([[row[-1]] for row in rows], device=device)
-        return rows, cur_token, torch.tensor([[len(row) - 1] for row in rows], device=device)
+        cur_token = to_device([[row[-1]] for row in rows], device)
+        return rows, cur_token, to_device([[len(row) - 1] for row in rows], device)
 
     # The rows share the prompt: it is processed once, and its keys and values are copied.
     start = time.perf_counter()
     cached = min(cached, len(prompt) - 1)
     input_pos = torch.arange(cached, len(prompt), device=device)
     logits = prompt_logits(model, torch.tensor([prompt[cached:]], device=device), input_pos)
+    not_finite = "the model's logits are not finite: its weights are damaged, or --precision is too narrow"
     if not logits.isfinite().all():
-        raise ValueError("the model's logits are not finite: its weights are damaged, or --precision is too narrow")
-    for layer in model.layers if batch_size > 1 else []:
-        for cache in (layer.attention.kv_cache.k, layer.attention.kv_cache.v):
-            cache[1:batch_size, :, : len(prompt)] = cache[:1, :, : len(prompt)]
+        raise ValueError(not_finite)
+    if batch_size > 1:
+        model.share_prompt(batch_size, len(prompt))
     token, _ = sample(logits.expand(batch_size, -1, -1), **sampling)
     first = token.flatten().tolist()
     fallback = None
@@ -531,7 +580,7 @@ def generate(
         try:
             draft.prepare([row[:] for row in text])
         except Exception as error:
-            draft, fallback = None, f"{type(error).__name__}: {error}"
+            draft, fallback = None, reason(error)
     begin = time.perf_counter()
     for row in range(batch_size):
         emit(row, first[row], "plain")
@@ -608,11 +657,14 @@ class Tally:
         return sum(k for k, _, _ in self.drafted)
 
     def statistics(self, tokens: int, length: DraftLength) -> dict:
-        """The figures of `--stats_json`. `acceptance_rate` is accepted ÷ proposed. The formula's α is accepted ÷ tested:
-        what follows a rejection in its round was proposed, but never put to the test."""
+        """The figures of `--stats_json`. `acceptance_rate` is accepted ÷ proposed. The formula's α is accepted ÷
+        tested: what follows a rejection in its round was proposed, but never put to the test."""
         accepted = sum(n * rounds for n, rounds in enumerate(self.accept_counts))
         alpha = accepted / self.tested if self.tested else None
         rounds = len(self.drafted)
+        k_counts = [self.passes - rounds] + [0] * (len(self.accept_counts) - 1)  # rounds that drafted 0, 1, 2 … tokens
+        for k, _, _ in self.drafted:
+            k_counts[k] += 1
         predicted = None
         if rounds:
             bounded = min(alpha, 0.999)
@@ -625,6 +677,7 @@ class Tally:
             "alpha": alpha,
             "tokens_per_pass": tokens / self.row_passes if self.row_passes else None,
             "accept_counts": self.accept_counts,
+            "k_counts": k_counts,
             "rounds": rounds,
             "draft_s": sum(seconds for _, seconds, _ in self.drafted) / rounds if rounds else None,
             "verify_s": sum(seconds for _, _, seconds in self.drafted) / rounds if rounds else None,
@@ -650,8 +703,13 @@ def compile_model(
     of the second. Prompts run uncompiled, unless `compile_prefill` sends them through a graph of their own.
     """
     eager = model.forward
-    mode = "reduce-overhead" if model.norm.weight.device.type == "cuda" else None
-    one, few, many = (torch.compile(eager, fullgraph=True, mode=mode) for mode in (mode, mode, None))
+    options = None
+    if model.norm.weight.device.type == "cuda":
+        # A CUDA graph launches a step's kernels at once (it is what mode="reduce-overhead" sets). The tuning makes one
+        # token's products kernels that read each weight as it is stored; without it int8 weights would be written out
+        # as bfloat16 first.
+        options = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
+    one, few, many = (torch.compile(eager, fullgraph=True, options=options) for options in (options, options, None))
 
     def forward(idx: Tensor, input_pos: Tensor, logits_to_keep: int = 0) -> Tensor:
         tokens = idx.shape[1]
@@ -666,6 +724,25 @@ def compile_model(
         return many(idx, input_pos, logits_to_keep) if prompt else few(idx, input_pos)
 
     model.forward = forward
+
+
+def fix_shape(model: Transformer, tokens: int) -> None:
+    """Let every pass of up to `tokens` tokens compute exactly so many, so that decoding and verifying are one shape.
+
+    Matrix products may round differently for other numbers of rows, and then a near tie between two tokens can fall
+    one way in a plain step and the other way in a verifying pass. (The C++ operators do not: they have no need of
+    this.) The last token fills the pass up, at its own position, where it writes what stands there already.
+    """
+    forward = model.forward
+
+    def padded(idx: Tensor, input_pos: Tensor, logits_to_keep: int = 0) -> Tensor:
+        given = idx.shape[1]
+        if logits_to_keep or given >= tokens:
+            return forward(idx, input_pos, logits_to_keep)
+        places = torch.arange(tokens, device=idx.device).clamp(max=given - 1)
+        return forward(idx[:, places], input_pos[..., places])[:, :given]
+
+    model.forward = padded
 
 
 if __name__ == "__main__":
