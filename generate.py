@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from checkpoint import load_model  # noqa: F401 (part of this module's interface)
 from model import Transformer
 
 PREFILL_CHUNK = 2048  # a longer prompt is processed in pieces: bounds the memory of its activations
@@ -703,12 +704,13 @@ def compile_model(
     of the second. Prompts run uncompiled, unless `compile_prefill` sends them through a graph of their own.
     """
     eager = model.forward
-    options = None
+    # What Inductor asserts about each of a step's hundreds of tensors takes longer than a small layer does.
+    options = {"size_asserts": False, "alignment_asserts": False}
     if model.norm.weight.device.type == "cuda":
         # A CUDA graph launches a step's kernels at once (it is what mode="reduce-overhead" sets). The tuning makes one
         # token's products kernels that read each weight as it is stored; without it int8 weights would be written out
         # as bfloat16 first.
-        options = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
+        options |= {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
     one, few, many = (torch.compile(eager, fullgraph=True, options=options) for options in (options, options, None))
 
     def forward(idx: Tensor, input_pos: Tensor, logits_to_keep: int = 0) -> Tensor:

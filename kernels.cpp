@@ -312,7 +312,7 @@ inline void for_tiles(int64_t rows, int64_t columns, F f) {
 // order: without this int8 layers take twice as long. Reads 4 kB ahead.
 template <int N, class T>
 inline void prefetch(const T* w, int64_t done, int64_t bytes_per_step) {
-  const char* p = (const char*)w + done * N * sizeof(T) + 4096;
+  const char* p = (const char*)w + done * N * sizeof(T) + 16384;
   for (int64_t i = 0; i < N * bytes_per_step; i += 64) __builtin_prefetch(p + i);
 }
 
