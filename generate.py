@@ -47,7 +47,10 @@ def logits_to_probs(
         logits = logits.masked_fill(logits < least, -torch.inf)
     probs = logits.softmax(dim=-1)
     if top_p is not None and top_p < 1:
-        descending = probs.sort(dim=-1, descending=True).values
+        # A nucleus is nearly always small, and to sort a whole vocabulary takes a CPU half as long as a step.
+        descending = probs.topk(min(1024, probs.shape[-1]), dim=-1).values
+        if probs.device.type != "cpu" or (descending.cumsum(dim=-1)[..., -1] < top_p).any():
+            descending = probs.sort(dim=-1, descending=True).values
         before = descending.cumsum(dim=-1) - descending  # what is likelier than a token; 0 for the first, so one stays
         least = descending.masked_fill(before >= top_p, torch.inf).amin(dim=-1, keepdim=True)
         probs = probs.masked_fill(probs < least, 0.0)
@@ -271,7 +274,8 @@ def residual(q: Tensor, p: Tensor, accepted: Tensor) -> Tensor:
     """What the token after `accepted` [B] drafts is drawn from: (p - q)+ at that place, not normalized, [B, V]."""
     row = torch.arange(len(accepted), device=p.device)
     p_next = p[row, accepted]
-    q_next = F.pad(q, (0, 0, 0, 1))[row, accepted]  # zeros after the last draft
+    k = q.shape[1]
+    q_next = q[row, accepted.clamp(max=k - 1)] * (accepted < k)[:, None] if k else 0.0  # q = 0 after the last draft
     left = (p_next - q_next).clamp(min=0)
     # Rounding can reject where p and q are all but equal; p itself is then what is left to draw from.
     return torch.where(left.sum(-1, keepdim=True) > 0, left, p_next)
@@ -353,12 +357,16 @@ def propose(
             raise ValueError(f"{found} is no proposal of at most {k} tokens for each of {rows} rows")
         proposed = drafts.to(device, non_blocking=True)
         drafts = proposed.clamp(0, vocab_size - 1)
-        q = F.one_hot(drafts, vocab_size).float() if q is None else q.to(device)
+        valid = proposed == drafts
+        if q is None:
+            q = torch.zeros(*drafts.shape, vocab_size, device=device).scatter_(-1, drafts[..., None], 1.0)
+            return drafts, q, valid.all()
+        q = q.to(device)
         if q.shape[:-1] != drafts.shape:
             raise ValueError(f"{list(q.shape)} cannot be the distributions of {list(drafts.shape)} tokens")
         q = F.pad(q[..., :vocab_size], (0, max(0, vocab_size - q.shape[-1])))
-        drawn = (proposed == drafts) & (q.gather(-1, drafts[..., None]).squeeze(-1) > 0)
-        return drafts, q, (drawn & (q.amin(-1) >= 0) & ((q.sum(-1) - 1).abs() < 1e-3)).all()
+        valid &= q.gather(-1, drafts[..., None]).squeeze(-1) > 0
+        return drafts, q, (valid & (q.amin(-1) >= 0) & ((q.sum(-1) - 1).abs() < 1e-3)).all()
     except Exception as error:  # whatever goes wrong in a draft, the target can do without it
         raise DraftError(reason(error)) from error
 

@@ -410,3 +410,19 @@ def test_a_position_outside_the_cache_is_an_error_when_compiled():
         compile_model(model)
         with pytest.raises(IndexError, match="position 20 .* 20"):
             model(torch.tensor([[3]]), torch.tensor([20]))
+
+
+@pytest.mark.parametrize("spread", [0.0, 3.0])  # a nucleus of nearly all tokens, and one of a few
+def test_a_nucleus_of_a_large_vocabulary_is_that_of_its_sorted_probabilities(spread):
+    torch.manual_seed(0)
+    logits = torch.randn(2, 5000) * spread + torch.linspace(0, 1, 5000)
+    probs = logits.softmax(-1)
+    kept = logits_to_probs(logits, top_p=0.9) > 0
+    for row in range(2):
+        mass, nucleus = 0.0, set()
+        for token in probs[row].argsort(descending=True).tolist():
+            if mass >= 0.9:
+                break
+            nucleus.add(token)
+            mass += probs[row, token].item()
+        assert len(nucleus.symmetric_difference(kept[row].nonzero().flatten().tolist())) <= 1  # rounding at the edge

@@ -415,8 +415,8 @@ MUTATIONS = {
         ("agrees", 1.0, "whole", 3),
     ),
     "the residual of a full round is not p": (
-        "q_next = F.pad(q, (0, 0, 0, 1))[row, accepted]",
-        "q_next = q[row, accepted.clamp(max=q.shape[1] - 1)]",
+        "q_next = q[row, accepted.clamp(max=k - 1)] * (accepted < k)[:, None] if k else 0.0",
+        "q_next = q[row, accepted.clamp(max=k - 1)]",
         ("agrees", 1.0, "whole", 1),
     ),
 }
