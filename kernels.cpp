@@ -484,9 +484,9 @@ __attribute__((noinline)) void tile_int4(const Work& work, const Quantized& r, i
     i32x8 part[M][N] = {};
     for (int64_t k = g * group; k < (g + 1) * group; k += 32) {
       i16x16 low[N], high[N];
-      prefetch<N>(w, k / 2, 16);
+      prefetch<N>(w, k >> 1, 16);
       for (int n = 0; n < N; n++) {
-        u16x16 pairs = widen(load<u8x16>(w + (n * K + k) / 2));
+        u16x16 pairs = widen(load<u8x16>(w + n * (K >> 1) + (k >> 1)));
         low[n] = bits<i16x16>(pairs & 15);
         high[n] = bits<i16x16>(pairs >> 4);
       }
