@@ -37,6 +37,13 @@ COLOURS = {"accepted": "\033[32m", "corrected": "\033[31m", "bonus": "\033[36m",
 # ---------------------------------------------------------------- flags
 
 
+class Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Names a flag's default where it has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         self.exit(2, f"error: {message} (see --help)\n")
@@ -77,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
         prog="generate.py",
         description="Generate text with a Llama-family model, plainly or speculatively.",
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Defaults,
     )
     add = parser.add_argument_group("the prompt").add_argument
     add("--prompt", help="a text; - reads standard input; an INTEGER makes a synthetic prompt of that many tokens")
@@ -148,7 +155,7 @@ def check_flags(args: argparse.Namespace) -> None:
         for flag in ("chat", "interactive", "prompt_file", "draft_checkpoint_path", "trace"):
             if getattr(args, flag):
                 raise ValueError(f"--{flag} needs a tokenizer, and --random_weights comes without one")
-        if args.prompt is not None and not args.prompt.strip().isdecimal():
+        if args.prompt is not None and not args.prompt.strip().isascii() and args.prompt.strip().isdecimal():
             raise ValueError("--random_weights comes without a tokenizer: --prompt has to be an INTEGER, its tokens")
     if args.draft and args.draft_checkpoint_path:
         raise ValueError("--draft and --draft_checkpoint_path exclude each other: give one")
@@ -172,8 +179,20 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--ngram_min {args.ngram_min} is more than --ngram_max {args.ngram_max}")
     for flag in ("stats_json", "profile", "trace"):
         path = getattr(args, flag)
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise ValueError(f"--{flag} {path}: a file in a directory that exists is expected")
+        if path is not None:
+            check_output(f"--{flag}", path)
+    if sys.stdin is None and (args.interactive or args.prompt == "-"):
+        raise ValueError(f"{'--interactive' if args.interactive else '--prompt -'}: standard input is closed")
+
+
+def check_output(flag: str, path: Path) -> None:
+    """Refuse what `write_whole` cannot put in place, or should not: a device, say, that a file would replace."""
+    folder = path.resolve().parent
+    stream = str(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))  # the text's place, or not to be replaced
+    if stream or (path.exists() and not path.is_file()) or not folder.is_dir():
+        raise ValueError(f"{flag} {path}: a file in a directory that exists is expected")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{flag} {path}: its directory cannot be written to")
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -208,10 +227,13 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 
 def encode_prompt(args: argparse.Namespace, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
-    if tokenizer is None or (args.prompt is not None and args.prompt.strip().isdecimal() and not args.chat):
-        count = int(args.prompt or 16)
+    if tokenizer is None or (
+        args.prompt is not None and args.prompt.strip().isascii() and args.prompt.strip().isdecimal() and not args.chat
+    ):
+        digits = (args.prompt or "16").strip()
+        count = int(digits) if len(digits) < 1000 else 0  # Python refuses to convert thousands of them
         if not 1 <= count <= 10**7:
-            raise ValueError(f"--prompt {args.prompt}: a synthetic prompt has 1 token at least and 10 million at most")
+            raise ValueError(f"--prompt {digits[:40]}: a synthetic prompt has 1 token at least and 10 million at most")
         generator = torch.Generator().manual_seed(0)
         ids = min(vocab_size, tokenizer.vocab_size) if tokenizer else vocab_size
         return torch.randint(ids, (count,), generator=generator).tolist()
@@ -228,6 +250,21 @@ def check_fits(prompt_tokens: int, new_tokens: int, args: ModelArgs, checkpoint:
         raise ValueError(
             f"the prompt's {prompt_tokens} tokens and {new_tokens} new ones (--max_new_tokens) are "
             f"{prompt_tokens + new_tokens}, but the context of {checkpoint} has {limit}"
+        )
+
+
+def check_memory(rows: int, tokens: int, args: ModelArgs, device: torch.device, precision: torch.dtype) -> None:
+    """Refuse a cache larger than all memory, which would not fail but get the program killed, or others."""
+    size = 4 if device.type == "cpu" else precision.itemsize
+    cache = 2 * args.n_layer * args.n_local_heads * args.head_dim * size * rows * tokens
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if cache > memory:
+        raise ValueError(
+            f"--batch_size {rows}: the cache of {rows} texts of {tokens} tokens would take {cache / 1e9:.0f} GB, but "
+            f"this machine's {device.type} has {memory / 1e9:.0f} GB of memory"
         )
 
 
@@ -309,6 +346,7 @@ def report(stats: dict, label: str) -> None:
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` make a file beside `path`, then put it in its place: it appears whole or not at all."""
+    path = path.resolve()  # a link stays one
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write(scratch)
@@ -361,6 +399,8 @@ def run(args: argparse.Namespace, team: Team | None = None) -> None:
         prompt = encode_prompt(args, tokenizer, model_args.vocab_size)
         needed = len(prompt) + args.max_new_tokens
         check_fits(len(prompt), args.max_new_tokens, model_args, source)
+    if not team:
+        check_memory(args.batch_size, needed, model_args, device, PRECISIONS[precision])
     if args.draft_checkpoint_path:
         check_draft(args, tokenizer, needed)
     load = load_draft = load_model
@@ -489,6 +529,9 @@ def warm_up(args: argparse.Namespace, model: Transformer, draft: object, length:
         # On CUDA each number of tokens has a graph of its own, which is recorded when it is met for the second time.
         sizes = range(1, (most if device.type == "cuda" else min(most, 2)) + 1) if args.compile else ()
         with torch.inference_mode():
+            if args.compile_prefill:
+                idx = torch.zeros(1, 3, dtype=torch.int64, device=device)
+                compiled(idx, torch.arange(3, device=device), logits_to_keep=1)
             for tokens in sizes:
                 idx = torch.zeros(args.batch_size, tokens, dtype=torch.int64, device=device)
                 for _ in range(3 if device.type == "cuda" else 1):
@@ -576,9 +619,16 @@ def converse(
             messages.pop()
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Whether it was memory that lacked: on a CPU PyTorch raises a plain RuntimeError then."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
 def main(argv: list[str] | None = None) -> int:
     """The program. Returns its exit code: 0, 2 for input that cannot be used, 130 when interrupted."""
     warnings.showwarning = lambda message, *where, **more: say(f"warning: {message}")
+    if hasattr(sys.stdout, "reconfigure"):  # a character that it has no code for is to end no run
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with joined() as team:
             if team and team.rank > 0:
@@ -588,7 +638,14 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as error:
-        say(f"error: {error}")
+        place = f"{error.filename}: " if getattr(error, "filename", None) else ""
+        say(f"error: {place}{getattr(error, 'strerror', None) or error}")
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        say("error: out of memory; --batch_size, --max_new_tokens and --max_seq_length make the cache smaller, "
+            "--precision and quantize.py the weights")  # fmt: skip
         return 2
     except KeyboardInterrupt:
         say("")

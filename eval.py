@@ -9,7 +9,6 @@ beginning-of-text token is put before it, and of what stood before the window no
 of that and on the text, so two figures can be compared only where window, number of tokens and text are the same.
 """
 
-import argparse
 import hashlib
 import json
 import math
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import load_model
+from cli import Parser, choose_device, positive
 from model import Transformer
 from tokenizer import get_tokenizer
 
@@ -88,28 +88,33 @@ def text_windows(text: str, checkpoint_path: Path, window: int, max_tokens: int)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Perplexity of a checkpoint, and its distance from a reference.")
+    parser = Parser(description="Perplexity of a checkpoint, and its distance from a reference.", allow_abbrev=False)
     parser.add_argument(
         "--checkpoint_path", type=Path, required=True, help="a directory, or one safetensors file in it"
     )
     parser.add_argument("--reference", type=Path, help="another checkpoint, with the same tokenizer")
     parser.add_argument("--text", type=Path, help="UTF-8 file to score (default: Python's language reference)")
     parser.add_argument("--window", type=int, default=512, help="tokens of text scored on their own (default: 512)")
-    parser.add_argument("--max_tokens", type=int, default=4096, help="of the text's beginning (default: 4096)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--max_tokens", type=positive, default=4096, help="of the text's beginning (default: 4096)")
+    parser.add_argument(
+        "--device", choices=("cuda", "mps", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--precision", choices=PRECISIONS, help="default: float32 on a CPU, else bfloat16")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     args = parser.parse_args(argv)
     try:
+        if args.json and (not args.json.parent.is_dir() or (args.json.exists() and not args.json.is_file())):
+            raise ValueError(f"--json {args.json}: a file in a directory that exists is expected")
         text = default_text() if args.text is None else args.text.read_text(encoding="utf-8")
         windows = text_windows(text, args.checkpoint_path, args.window, args.max_tokens)
-        default = torch.float32 if torch.device(args.device).type == "cpu" else torch.bfloat16
-        model = load_model(args.checkpoint_path, args.device, PRECISIONS.get(args.precision, default))
+        device = choose_device(args.device)
+        default = torch.float32 if device.type == "cpu" else torch.bfloat16
+        model = load_model(args.checkpoint_path, device, PRECISIONS.get(args.precision, default))
         reference = None
         if args.reference:
             if not torch.equal(text_windows(text, args.reference, args.window, args.max_tokens), windows):
                 raise ValueError(f"{args.reference}: its tokenizer makes other tokens of the text")
-            reference = load_model(args.reference, args.device, default)
+            reference = load_model(args.reference, device, default)
         result = evaluate(model, windows, reference)
         result |= {"windows": windows.shape[0], "window": args.window}
         result |= {"text_sha256": hashlib.sha256(text.encode()).hexdigest()}

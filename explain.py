@@ -46,7 +46,7 @@ def explain(stats: dict, length: DraftLength, bandwidth: float, pass_bytes: int)
     if stats.get("rounds"):
         lines += speculation(stats, length)
     elif "rounds" in stats and not stats["fallback"]:
-        lines.append(("draft", "nothing was drafted: no k promised to pay, or there was nothing to propose"))
+        lines.append(("draft", "nothing was drafted: it did not promise to pay, or there was nothing to propose"))
     return "\n".join(f"  {label:<9}{line}" for label, line in lines)
 
 
@@ -60,7 +60,7 @@ def bound(stats: dict, bandwidth: float, pass_bytes: int) -> list[tuple[str, str
     if reached > 1.1:
         note = "; more than memory gives: the weights fit in a cache, or the machine was busier just now"
     elif reached < 0.5:
-        note = "; arithmetic, attention and the work between kernels took the rest"
+        note = "; arithmetic, attention, the work between kernels and other programs took the rest"
     return [
         (
             "weights",
@@ -81,7 +81,7 @@ def speculation(stats: dict, length: DraftLength) -> list[tuple[str, str]]:
     ks = {k: n for k, n in enumerate(stats["k_counts"]) if k and n}
     k = max(ks, key=ks.get)
     mean_k = sum(n * k for k, n in ks.items()) / rounds
-    used = f"k = {k}" if len(ks) == 1 else f"k = {k}, on average {mean_k:.1f},"
+    used = f"k = {k}" if len(ks) == 1 else f"k = {mean_k:.1f} on average, most often {k},"
     expected = sum(n * expected_tokens(alpha, k) for k, n in ks.items()) / rounds
     seen = sum((accepted + 1) * n for accepted, n in enumerate(stats["accept_counts"])) / sum(stats["accept_counts"])
     drafting = mean_k * length.c
@@ -89,7 +89,8 @@ def speculation(stats: dict, length: DraftLength) -> list[tuple[str, str]]:
     predicted, measured = expected / (drafting + verifying), stats["measured_speedup"]
     idle = ""
     if plain_rounds > max(2, 0.1 * rounds):  # a few always are plain: all costs are relative to them
-        idle = f"; in {plain_rounds} of {plain_rounds + rounds} rounds no k promised to pay, or nothing was proposed"
+        drafted = f"{plain_rounds} of {plain_rounds + rounds} rounds"
+        idle = f"; {drafted} drafted nothing: it did not promise to pay, or nothing was proposed"
 
     # What the speed-up would be without each of the three: the largest gain names what held it back.
     without = {

@@ -79,7 +79,7 @@ class ModelArgs:
         def integer(entry: str, default: int | None = None) -> int:
             value = config.get(entry)
             value = default if value is None else value
-            if type(value) is not int or value < 1:
+            if type(value) is not int or not 1 <= value < 2**31:
                 raise ValueError(f"{path}: {entry} is {json.dumps(value)}; a positive integer is expected")
             return value
 

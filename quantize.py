@@ -13,7 +13,6 @@ can slice its part. The layout is the same for every device; packing for a GPU's
 file was quantized, and of which model, stands in its metadata; its name means nothing.
 """
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -328,9 +327,9 @@ def read_header(file: Path) -> tuple[dict, int]:
         length = int.from_bytes(stream.read(8), "little")
         try:
             header = json.loads(stream.read(min(length, 100_000_000)))
-        except ValueError:
+        except (ValueError, RecursionError):
             header = None
-    if not isinstance(header, dict):
+    if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
         raise ValueError(f"{file}: not a whole safetensors file")
     return header, 8 + length
 
@@ -344,8 +343,11 @@ def fingerprint(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         entry, file, begin = tensors[name]
-        start, end = entry["data_offsets"]
-        digest.update(f"{name} {entry['dtype']} {entry['shape']}\n".encode())
+        try:
+            start, end = map(int, entry["data_offsets"])
+            digest.update(f"{name} {entry['dtype']} {entry['shape']}\n".encode())
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{file}: not a whole safetensors file, for {name} is described wrongly") from None
         with open(file, "rb") as stream:
             for offset in (start, max(start, end - 4096)):
                 stream.seek(begin + offset)
@@ -370,9 +372,10 @@ def quantization_of(file: str | Path) -> dict | None:
     try:
         quantization, expected = json.loads(metadata["quantization"]), json.loads(metadata["model_args"])
         mode, groupsize = quantization["mode"], quantization["groupsize"]
-    except (KeyError, TypeError, ValueError):
-        mode = groupsize = None
-    if (mode, groupsize) not in [("int8", None)] + [("int4", size) for size in GROUPSIZES]:
+        sound = type(groupsize) in (int, type(None)) and isinstance(expected, dict) and "original" in metadata
+    except (KeyError, TypeError, ValueError, RecursionError):
+        mode = groupsize = sound = None
+    if not sound or (mode, groupsize) not in [("int8", None)] + [("int4", size) for size in GROUPSIZES]:
         raise ValueError(f"{file}: its metadata is damaged; quantize the original anew")
     found = asdict(ModelArgs.from_config(file.parent))
     for entry, value in expected.items():
@@ -550,7 +553,9 @@ def calibration_windows(checkpoint_path: str | Path, text: str, windows: int = 1
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Write int8 or int4 weights beside a float checkpoint.")
+    from cli import Parser
+
+    parser = Parser(description="Write int8 or int4 weights beside a float checkpoint.", allow_abbrev=False)
     parser.add_argument("--checkpoint_path", type=Path, required=True, help="a directory with a config.json")
     parser.add_argument("--mode", choices=("int8", "int4"), required=True)
     parser.add_argument("--groupsize", type=int, choices=GROUPSIZES, help="int4 weights per scale (default: 32)")
@@ -570,7 +575,10 @@ def main(argv: list[str] | None = None) -> None:
                 )
             except UnicodeDecodeError:
                 raise ValueError(f"{args.calibration_file}: not UTF-8 text") from None
-            calibration = calibration_windows(args.checkpoint_path, text)
+            from checkpoint import weight_files
+
+            context = ModelArgs.from_config(weight_files(args.checkpoint_path)[0].parent).block_size
+            calibration = calibration_windows(args.checkpoint_path, text, length=min(512, context))
         groupsize = (args.groupsize or 32) if args.mode == "int4" else None
         path = quantize_checkpoint(args.checkpoint_path, args.mode, groupsize, calibration)
     except (ValueError, OSError) as error:

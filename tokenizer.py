@@ -336,6 +336,8 @@ def load_json(file: Path, data: bytes) -> Tokenizer:
         else set()
     )
     merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
+    if any(len(pair) != 2 for pair in merges):
+        raise ValueError(f"{file}: damaged: each of its merges should be a pair of tokens")
     merged = [byte_level(token) for token in merge_order(merges)]
     unknown = None if model.get("unk_token") is None else vocab[model["unk_token"]]
     encode_text = byte_pair_encoder(merged, ids, splits, whole, unknown, bool(model.get("fuse_unk")))

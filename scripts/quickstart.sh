@@ -15,9 +15,11 @@ fetch_smollm2
 unlock
 
 prompt=(--chat --prompt "What is gravity?" --temperature 0)
+model=(--checkpoint_path "$smollm2")
 for argument in "$@"; do
     case $argument in
         --prompt | --prompt=* | --prompt_file | --prompt_file=* | --interactive | -h | --help) prompt=() ;;
+        --random_weights | --random_weights=*) prompt=() model=() ;;
     esac
 done
-exec "$python" "$root/generate.py" --checkpoint_path "$smollm2" ${prompt[@]+"${prompt[@]}"} "$@"
+exec "$python" "$root/generate.py" ${model[@]+"${model[@]}"} ${prompt[@]+"${prompt[@]}"} "$@"

@@ -164,6 +164,10 @@ REFUSALS = [
     (["--draft", "ngram", "--ngram_min", "4"], ["--ngram_min 4", "--ngram_max 3"]),
     (["--stats_json", "/nowhere/stats.json"], ["--stats_json", "/nowhere/stats.json"]),
     (["--stats_json", "/tmp"], ["--stats_json", "/tmp"]),
+    (["--stats_json", "/dev/null"], ["--stats_json", "/dev/null"]),  # a file would replace the device
+    (["--stats_json", "/dev/stdout"], ["--stats_json", "/dev/stdout"]),
+    (["--prompt", "9" * 5000], ["--prompt 999"]),
+    (["--batch_size", "100000000"], ["--batch_size 100000000", "GB"]),
     (["--profile", "/nowhere/trace.json"], ["--profile", "/nowhere/trace.json"]),
     (["--checkpoint_path", "/nowhere"], ["/nowhere"]),
     (["--draft_checkpoint_path", "/nowhere"], ["/nowhere"]),
@@ -227,6 +231,34 @@ def test_damaged_weights_are_refused_in_one_line(call, tmp_path):
     code, out, err = call("--prompt", "hi", path=path)
     assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
     assert str(path / "model.safetensors") in err
+
+
+def test_a_lack_of_memory_is_one_line(call, monkeypatch):
+    monkeypatch.setattr(cli, "load_model", lambda *arguments: torch.empty(1 << 60))
+    code, out, err = call("--prompt", "hi")
+    assert (code, out) == (2, "") and err.startswith("error: out of memory") and err.count("\n") == 1
+
+
+def test_a_closed_standard_input_is_refused(checkpoint, capsys, monkeypatch):
+    for flags in (["--interactive"], ["--prompt", "-"]):
+        monkeypatch.setattr(sys, "stdin", None)
+        assert cli.main(["--checkpoint_path", str(checkpoint), *flags]) == 2
+        assert flags[0] in (err := capsys.readouterr().err) and err.count("\n") == 1
+
+
+def test_an_encoding_without_a_character_ends_no_run(call, stats, monkeypatch):
+    text = stats("--max_new_tokens", "30", "--ignore_eos")["samples"][0]["text"]
+    assert not text.isascii()
+    stream = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert call("--max_new_tokens", "30", "--ignore_eos")[0] == 0
+    assert stream.buffer.getvalue() == text.encode("ascii", "backslashreplace") + b"\n"
+
+
+def test_a_link_to_an_output_file_stays_one(stats, tmp_path):
+    (tmp_path / "stats.json").symlink_to(tmp_path / "real.json")
+    stats("--max_new_tokens", "2")
+    assert (tmp_path / "stats.json").is_symlink() and (tmp_path / "real.json").is_file()
 
 
 # ---------------------------------------------------------------- what is generated

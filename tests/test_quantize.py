@@ -328,6 +328,8 @@ def test_damaged_metadata_is_refused(checkpoint):
         ({"version": "99"}, "version 99"),
         ({"quantization": '{"mode": "int3", "groupsize": null}'}, "damaged"),
         ({"quantization": '{"mode": "int4", "groupsize": 0}'}, "damaged"),
+        ({"quantization": '{"mode": "int4", "groupsize": 32.0}'}, "damaged"),
+        ({"model_args": "5"}, "damaged"),
         ({"quantization": "["}, "damaged"),
         ({"model_args": "{}", "original": "0"}, "other weights"),
     ):

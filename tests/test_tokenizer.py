@@ -401,6 +401,7 @@ def test_a_file_in_the_directory_will_do(smollm2, smollm2_dir):
         ("tokenizer.json", b'{"version": "1.0"}'),
         ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": [], "merges": 3}}'),
         ("tokenizer.json", b'{"model": []}'),
+        ("tokenizer.json", b'{"pre_tokenizer": {"type": "ByteLevel"}, "model": {"vocab": {"a": 0}, "merges": ["a"]}}'),
         ("tokenizer.json", b"[1, 2]"),
         ("tokenizer.json", b"\xff\xfe"),
         ("tokenizer.model", b""),
