@@ -311,11 +311,15 @@ def speculative_decode(
     clock.lap()
 
     k = drafts.shape[1]
-    block = torch.cat((cur_token, drafts), dim=1)
-    positions = (input_pos + torch.arange(k + 1, device=device)).expand(len(block), -1)
-    p = logits_to_probs(model(block, positions), **sampling)
     uniform = torch.rand(drafts.shape, device=device)
-    accepted, token = accept_or_resample(drafts, q, p, uniform)
+    if k == 0:  # nothing to verify: a plain step
+        token, p = decode_one_token(model, cur_token, input_pos.expand(len(cur_token), -1), **sampling)
+        accepted, token = torch.zeros_like(token[:, 0]), token[:, 0]
+    else:
+        block = torch.cat((cur_token, drafts), dim=1)
+        positions = (input_pos + torch.arange(k + 1, device=device)).expand(len(block), -1)
+        p = logits_to_probs(model(block, positions), **sampling)
+        accepted, token = accept_or_resample(drafts, q, p, uniform)
     tokens = torch.cat((drafts, token[:, None]), dim=1).to("cpu", non_blocking=True)
     *counts, sound = torch.cat((accepted, sound[None])).tolist()  # the one place where a round waits for the device
     clock.lap()

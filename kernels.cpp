@@ -540,7 +540,7 @@ Tensor linear_int4(const Tensor& x, const Tensor& weight, const Tensor& scales, 
 // --------------------------------------------------------------------------------------------------------- attention
 
 constexpr int64_t POSITIONS = 64;  // cache positions per step of the running softmax
-constexpr int64_t TOKENS = 8;      // new tokens per task
+constexpr int64_t TOKENS = 4;      // new tokens per task
 
 // y[r] = y[r] * factor[r] + sum over p of s[r][p] * v[p], positions in order, for R rows and 8 * C of their D columns.
 template <int R, int C>
