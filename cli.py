@@ -155,7 +155,7 @@ def check_flags(args: argparse.Namespace) -> None:
         for flag in ("chat", "interactive", "prompt_file", "draft_checkpoint_path", "trace"):
             if getattr(args, flag):
                 raise ValueError(f"--{flag} needs a tokenizer, and --random_weights comes without one")
-        if args.prompt is not None and not args.prompt.strip().isascii() and args.prompt.strip().isdecimal():
+        if args.prompt is not None and not (args.prompt.isascii() and args.prompt.strip().isdecimal()):
             raise ValueError("--random_weights comes without a tokenizer: --prompt has to be an INTEGER, its tokens")
     if args.draft and args.draft_checkpoint_path:
         raise ValueError("--draft and --draft_checkpoint_path exclude each other: give one")

@@ -436,7 +436,7 @@ def write_safetensors(
         scratch.unlink(missing_ok=True)
 
 
-CHUNK = 4096  # rows rounded at a time, so that float32 copies of a large embedding are never whole
+CHUNK = 2**21  # weights rounded at a time, so that float32 copies of a large layer are never whole
 
 
 def quantize_checkpoint(
@@ -492,8 +492,9 @@ def quantize_checkpoint(
         for prefix, original, rows in layers[path]:
             with opened(index[original][0]) as handle:
                 weight = handle.get_slice(original)
-                for row in range(0, rows, CHUNK):
-                    w = weight[row : row + CHUNK]
+                step = max(1, CHUNK // module.in_features)
+                for row in range(0, rows, step):
+                    w = weight[row : row + step]
                     try:
                         new = quantize_int4(w, groupsize) if isinstance(module, Int4Linear) else quantize_int8(w)
                     except ValueError as error:
