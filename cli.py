@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -282,12 +283,13 @@ class TokenIds:
 
 
 class Printer:
-    """Writes one row's text to standard output as its tokens come; the other rows' when asked."""
+    """Writes one row's text to `stream` (standard output) as its tokens come; the other rows' when asked."""
 
-    def __init__(self, tokenizer: Tokenizer | None, rows: int, colours: bool):
+    def __init__(self, tokenizer: Tokenizer | None, rows: int, colours: bool, stream: TextIO | None = None):
         self.decoders = [StreamDecoder(tokenizer) if tokenizer else TokenIds() for _ in range(rows)]
         self.texts = [""] * rows
         self.colours = colours
+        self.stream = stream
 
     def __call__(self, row: int, token: int, kind: str) -> None:
         self.write(row, self.decoders[row].put(token), kind)
@@ -296,7 +298,7 @@ class Printer:
         self.texts[row] += text
         if row == 0 and text:
             colour = COLOURS[kind] if self.colours else ""
-            print(f"{colour}{text}\033[0m" if colour else text, end="", flush=True)
+            print(f"{colour}{text}\033[0m" if colour else text, end="", flush=True, file=self.stream)
 
     def finish(self) -> list[str]:
         """Print what is still held back, and the rows that were not streamed. Returns each row's text."""
@@ -470,7 +472,9 @@ def run(args: argparse.Namespace, team: Team | None = None) -> None:
             plain = None
             if args.compare:
                 torch.manual_seed(seed)
-                _, plain = generate(model, prompt, args.max_new_tokens, **common)
+                with open(os.devnull, "w", encoding="utf-8", errors="replace") as nowhere:  # as much work as below
+                    printer = Printer(tokenizer, args.batch_size, False, nowhere)
+                    _, plain = generate(model, prompt, args.max_new_tokens, callback=printer, **common)
             printer = Printer(tokenizer, args.batch_size, show)
             trace = Trace(tokenizer, prompt, args.batch_size) if args.trace and i == 0 else None
             hooks = {"callback": both(printer, trace.put), "observe": trace.observe} if trace else {}

@@ -11,7 +11,7 @@ import warnings
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import Protocol
 
@@ -37,11 +37,9 @@ def logits_to_probs(
     (nucleus sampling, Holtzman et al. 2020, section 3.1). Temperature 0 is argmax: a one-hot distribution, exactly.
     Tokens that tie with the last one kept are kept too. Logits that are not finite do not hide: they give NaN.
     """
-    logits = logits.float()
     if temperature == 0:
-        top = logits.max(dim=-1, keepdim=True)
-        return torch.zeros_like(logits).scatter_(-1, top.indices, top.values * 0 + 1)
-    logits = logits / temperature
+        return one_hot(greedy(logits), logits.shape[-1])
+    logits = logits.float() / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         least = logits.topk(top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
@@ -58,6 +56,20 @@ def logits_to_probs(
     return probs
 
 
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token, int64 [...], of logits [..., V]; where they are not finite V, which is no token."""
+    top = logits.max(dim=-1)
+    return torch.where(top.values.isfinite(), top.indices, logits.shape[-1])
+
+
+def one_hot(tokens: Tensor, vocab_size: int) -> Tensor:
+    """All probability on one token: float32 [..., V] from int64 [...]. What is no token gives NaN."""
+    at = tokens[..., None]
+    mass = torch.where(at < vocab_size, 1.0, torch.nan)
+    probs = torch.zeros(*tokens.shape, vocab_size, device=tokens.device)
+    return probs.scatter_(-1, at.clamp(max=vocab_size - 1), mass)
+
+
 def draw(probs: Tensor) -> Tensor:
     """Draw one token from each distribution: int64 [...] from (not necessarily normalized) probs [..., V].
 
@@ -71,8 +83,11 @@ def draw(probs: Tensor) -> Tensor:
 
 def sample(logits: Tensor, **sampling) -> tuple[Tensor, Tensor]:
     """Sample from logits [..., V]: (token int64 [...], the distribution it was drawn from [..., V])."""
+    if sampling.get("temperature") == 0:
+        token = greedy(logits)
+        return token, one_hot(token, logits.shape[-1])
     probs = logits_to_probs(logits, **sampling)
-    return (probs.argmax(dim=-1) if sampling.get("temperature") == 0 else draw(probs)), probs
+    return draw(probs), probs
 
 
 # ---------------------------------------------------------------- prompt and decode steps
@@ -167,18 +182,18 @@ class NgramDraft:
 
 def draft_tokens(
     model: Transformer, logits: Tensor, input_pos: Tensor, k: int, vocab_size: int, **sampling
-) -> tuple[Tensor, Tensor]:
-    """Draw k tokens [B, k] one after the other, and their distributions [B, k, V], from the `logits` [B, 1, V] of the
-    token at `input_pos` [B, 1] on. The last one is not fed to the model. Heads are padded to different sizes, so only
-    the target's `vocab_size` ids are drawn from."""
+) -> tuple[Tensor, Tensor | None]:
+    """Draw k tokens [B, k] one after the other, and their distributions [B, k, V] (None at temperature 0: one-hot),
+    from the `logits` [B, 1, V] of the token at `input_pos` [B, 1] on. The last one is not fed to the model. Heads are
+    padded to different sizes, so only the target's `vocab_size` ids are drawn from."""
     tokens, probs = [], []
     for i in range(k):
         if i > 0:
-            logits = model(tokens[-1], input_pos + i)
+            logits = model(tokens[-1].clamp(max=logits.shape[-1] - 1), input_pos + i)  # what is no token fails later
         token, q = sample(logits[..., :vocab_size], **sampling)
         tokens.append(token)
         probs.append(q)
-    return torch.cat(tokens, dim=1), torch.cat(probs, dim=1)
+    return torch.cat(tokens, dim=1), None if sampling.get("temperature") == 0 else torch.cat(probs, dim=1)
 
 
 class ModelDraft:
@@ -227,7 +242,7 @@ class ModelDraft:
         self.cached = [list(row) for row in text]
         return logits, input_pos[:, -1:]
 
-    def propose(self, text: list[list[int]], k: int, **sampling) -> tuple[Tensor, Tensor]:
+    def propose(self, text: list[list[int]], k: int, **sampling) -> tuple[Tensor, Tensor | None]:
         drafts, q = draft_tokens(self.model, *self.feed(text), k, self.vocab_size, **sampling)
         self.drafted = drafts[:, : k - 1].to("cpu", non_blocking=True)  # there when the round has waited for the target
         return drafts, q
@@ -242,15 +257,23 @@ class DraftError(Exception):
 
 @dataclass
 class Round:
-    """What one round did, for statistics and traces. Tensors stay on the device."""
+    """What one round did, for statistics and traces. Tensors stay on the device.
+
+    One-hot distributions may stand as their tokens: they are what temperature 0 is about, and quicker by a tenth.
+    """
 
     drafts: Tensor  # [B, k]
-    q: Tensor  # [B, k, V]: what each draft was drawn from
-    p: Tensor  # [B, k + 1, V]: the target's distributions at the same places, and one further
+    q: Tensor  # [B, k, V] or [B, k]: what each draft was drawn from
+    p: Tensor  # [B, k + 1, V] or [B, k + 1]: the target's distributions at the same places, and one further
     uniform: Tensor  # [B, k]: the random numbers that decided
     accepted: list[int]  # of each row
     draft_s: float = 0.0
     verify_s: float = 0.0
+
+    def spelled_out(self, vocab_size: int) -> "Round":
+        """The same with q and p over the whole vocabulary."""
+        q, p = (x if x.is_floating_point() else one_hot(x, vocab_size) for x in (self.q, self.p))
+        return replace(self, q=q, p=p)
 
 
 def accept_or_resample(drafts: Tensor, q: Tensor, p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -259,7 +282,6 @@ def accept_or_resample(drafts: Tensor, q: Tensor, p: Tensor, uniform: Tensor) ->
     Draft i, drawn from q_i, is accepted with probability min(1, p_i / q_i). At the first rejection a token is drawn
     from the residual (p_i - q_i)+, normalized, and the round ends. A round that rejects nothing gets one token more,
     from p_{k+1}: the same residual, with q = 0. Either way each token is distributed as p, whatever q is.
-    At temperature 0 both are one-hot, and the rule is a comparison of argmaxes.
     """
     k = drafts.shape[1]
     p_drafts = p[:, :k].gather(-1, drafts[..., None]).squeeze(-1)
@@ -268,6 +290,12 @@ def accept_or_resample(drafts: Tensor, q: Tensor, p: Tensor, uniform: Tensor) ->
     accepted = accept.int().cumprod(dim=1).sum(dim=1)  # how many before the first rejection
 
     return accepted, draw(residual(q, p, accepted))
+
+
+def accept_or_correct(drafts: Tensor, likeliest: Tensor) -> tuple[Tensor, Tensor]:
+    """What the rule comes to at temperature 0, where p is one-hot, on the target's `likeliest` tokens [B, k + 1]."""
+    accepted = (drafts == likeliest[:, :-1]).int().cumprod(dim=1).sum(dim=1)
+    return accepted, likeliest.gather(1, accepted[:, None]).squeeze(1)
 
 
 def residual(q: Tensor, p: Tensor, accepted: Tensor) -> Tensor:
@@ -314,14 +342,20 @@ def speculative_decode(
     uniform = torch.rand(drafts.shape, device=device)
     if k == 0:  # nothing to verify: a plain step
         token, p = decode_one_token(model, cur_token, input_pos.expand(len(cur_token), -1), **sampling)
-        accepted, token = torch.zeros_like(token[:, 0]), token[:, 0]
+        tokens, counts, sound = token.cpu(), [0] * len(token), True
     else:
         block = torch.cat((cur_token, drafts), dim=1)
         positions = (input_pos + torch.arange(k + 1, device=device)).expand(len(block), -1)
-        p = logits_to_probs(model(block, positions), **sampling)
-        accepted, token = accept_or_resample(drafts, q, p, uniform)
-    tokens = torch.cat((drafts, token[:, None]), dim=1).to("cpu", non_blocking=True)
-    *counts, sound = torch.cat((accepted, sound[None])).tolist()  # the one place where a round waits for the device
+        logits = model(block, positions)
+        if sampling.get("temperature") == 0:
+            p = greedy(logits)
+            accepted, token = accept_or_correct(drafts, p)
+        else:
+            p = logits_to_probs(logits, **sampling)
+            q = q if q.is_floating_point() else one_hot(q, p.shape[-1])
+            accepted, token = accept_or_resample(drafts, q, p, uniform)
+        tokens = torch.cat((drafts, token[:, None]), dim=1).to("cpu", non_blocking=True)
+        *counts, sound = torch.cat((accepted, sound[None])).tolist()  # the one place where a round waits for the device
     clock.lap()
 
     if not sound:
@@ -342,15 +376,15 @@ def propose(
     vocab_size: int,
     **sampling,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Ask the draft for k tokens: int64 [B, k'], their distributions [B, k', V], and whether those are such, a bool [].
+    """Ask the draft for k tokens: int64 [B, k'], their distributions [B, k', V] (or, where those are one-hot, the same
+    tokens), and whether those are such, a bool [].
 
     Whatever the draft raises is a DraftError, and so is a proposal of another form. What only its numbers can tell
     (NaN, ids outside the vocabulary, rows that do not sum up to 1) is left to the caller, who waits for the device.
     """
     rows, device = len(cur_token), cur_token.device
     if k == 0:
-        drafts, q = cur_token[:, :0], torch.zeros(rows, 0, vocab_size, device=device)
-        return drafts, q, torch.ones((), dtype=torch.bool, device=device)
+        return cur_token[:, :0], cur_token[:, :0], torch.ones((), dtype=torch.bool, device=device)
     try:
         if isinstance(draft, Transformer):
             drafts, q = draft_tokens(draft, draft(cur_token, input_pos), input_pos, k, vocab_size, **sampling)
@@ -363,8 +397,7 @@ def propose(
         drafts = proposed.clamp(0, vocab_size - 1)
         valid = proposed == drafts
         if q is None:
-            q = torch.zeros(*drafts.shape, vocab_size, device=device).scatter_(-1, drafts[..., None], 1.0)
-            return drafts, q, valid.all()
+            return drafts, drafts, valid.all()
         q = q.to(device)
         if q.shape[:-1] != drafts.shape:
             raise ValueError(f"{list(q.shape)} cannot be the distributions of {list(drafts.shape)} tokens")
@@ -517,7 +550,7 @@ def generate(
     speculate_k: "int | str | DraftLength" = 5,
     stop_ids: Sequence[int] = (),
     callback: Callable[[int, int, str], None] = lambda row, token, kind: None,
-    observe: Callable[[Round], None] = lambda round: None,
+    observe: Callable[[Round], None] | None = None,
     cached: int = 0,
     **sampling,
 ) -> tuple[Tensor, dict]:
@@ -610,7 +643,8 @@ def generate(
             draft, fallback = None, str(error)
             break
         round = observed.pop()
-        observe(round)
+        if observe:
+            observe(round.spelled_out(model.args.vocab_size))
         length.record(round, running)
         tally.record(round, running)
         k = round.drafts.shape[1]
@@ -643,6 +677,12 @@ def generate(
         stats |= tally.statistics(tokens, length) | {"measured_speedup": None, "fallback": fallback}
     longest = max(len(row) for row in text)
     return torch.tensor([row + row[-1:] * (longest - len(row)) for row in text], device=device), stats
+
+
+# CPython keeps the frames of running functions in chunks of 16 KB. Where a loop happens to run at the end of one, each
+# call it makes maps another and unmaps it again (python/cpython#142183), which interrupts the other cores, 200 times a
+# step: up to 6 ms. A frame larger than a chunk gets one of its own, and what is called from there finds room in that.
+generate.__code__ = generate.__code__.replace(co_stacksize=2**14)  # of 8 bytes: 128 KB, in a chunk of 256 KB
 
 
 class Tally:

@@ -1,6 +1,8 @@
 """Sampling, plain decoding, `generate` without a draft, and compilation. Speculation: test_speculative.py."""
 
 import math
+import resource
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -315,6 +317,32 @@ def test_what_cannot_be_generated_is_refused(model):
     with pytest.raises(ValueError, match="257 .* 256"):
         generate(model, PROMPT, 252)
     assert generate(model, PROMPT, 251, temperature=0)[0].shape == (1, 256)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts page faults as Linux does")
+def test_no_call_inside_generate_crosses_the_end_of_a_stack_chunk(model):
+    """CPython maps and unmaps memory at each that does (python/cpython#142183): one page fault a call, or more."""
+
+    def nested(depth: int) -> None:
+        if depth:
+            nested(depth - 1)
+        else:
+            for _ in range(50):
+                leaf()
+
+    def leaf(*, a=0, b=0, c=0, d=0, e=0, f=0, g=0, h=0, i=0) -> None:
+        pass  # its frame is larger than those of `nested`, so one of the depths leaves no room for it
+
+    def faults_by_depth(*_: object) -> None:
+        for depth in range(150):
+            nested(depth)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            nested(depth)
+            counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+    counts: list[int] = []
+    generate(model, PROMPT, 1, callback=faults_by_depth)
+    assert len(counts) == 150 and max(counts) < 40
 
 
 # ---------------------------------------------------------------- statistics

@@ -133,6 +133,34 @@ def test_the_drafts_of_these_tests_agree_now_and_then(target):
         assert 0.1 < stats["acceptance_rate"] < 0.9
 
 
+def test_the_comparison_of_argmaxes_is_the_rule_at_temperature_0():
+    """Whatever the drafts were drawn from."""
+    rows, k, vocab = 500, 3, 5
+    drafts, likeliest = torch.randint(vocab, (rows, k)), torch.randint(vocab, (rows, k + 1))
+    q, p = torch.rand(rows, k, vocab).softmax(-1), program.one_hot(likeliest, vocab)
+    expected = program.accept_or_resample(drafts, q, p, torch.rand(rows, k))
+    found = program.accept_or_correct(drafts, likeliest)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    assert set(found[0].tolist()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("(drafts == likeliest[:, :-1])", "(drafts >= 0)"),
+        ("likeliest.gather(1, accepted[:, None])", "likeliest.gather(1, accepted[:, None] * 0)"),
+        (
+            "likeliest.gather(1, accepted[:, None])",
+            "likeliest.roll(-1, 1).gather(1, accepted[:, None])",
+        ),
+    ],
+)
+def test_a_broken_rule_gives_other_tokens_at_temperature_0(target, old, new):
+    for module, same in ((program, True), (mutated(old, new), False)):
+        found = module.generate(target, PROMPT, 40, draft=a_draft(), speculate_k=3, **GREEDY)[1]
+        assert (found["generated_tokens"] == tokens(target, PROMPT, 40)) is same
+
+
 def verify_difference(model: Transformer, text: list[int], start: int, rows: int) -> float:
     """The largest difference between logits of passes of `rows` tokens and of one, over text[start:]."""
     model.setup_caches(1, len(text))
@@ -395,8 +423,8 @@ MUTATIONS = {
         ("agrees", 1.0, "whole", 3),
     ),
     "the target's probabilities before top-k": (
-        "p = logits_to_probs(model(block, positions), **sampling)",
-        "p = logits_to_probs(model(block, positions), temperature=sampling['temperature'])",
+        "            p = logits_to_probs(logits, **sampling)\n",
+        "            p = logits_to_probs(logits, temperature=sampling['temperature'])\n",
         ("agrees", 1.5, "top-k", 3),
     ),
     "the draft's probabilities before top-k": (
@@ -724,10 +752,10 @@ def test_a_target_whose_logits_turn_to_nan_is_an_error_in_one_line():
     def poison(row: int, token: int, kind: str) -> None:
         model.norm.weight.mul_(torch.nan)
 
-    for draft in (None, NgramDraft()):
+    for draft, temperature in itertools.product((None, NgramDraft(), Scripted(lambda row, k: [1] * k)), (0.0, 1.0)):
         model.norm.weight.fill_(1.0)
         with pytest.raises(ValueError, match="not finite"):
-            generate(model, PROMPT, 20, draft=draft, callback=poison, temperature=1.0)
+            generate(model, PROMPT, 20, draft=draft, callback=poison, temperature=temperature, speculate_k=started(3))
 
 
 # ---------------------------------------------------------------- 5. ends
