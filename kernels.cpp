@@ -678,9 +678,35 @@ Tensor attention(const Tensor& qkv_, const Tensor& rope, const Tensor& k_cache, 
   return y;
 }
 
+// ------------------------------------------------------------------------------------------------ transformer blocks
+
+// All blocks of a model: the operators above, in the order in which model.py has them. What each call from Python costs
+// beside its work adds up to a quarter of a step, since by then the weights have driven Python out of the processor's
+// cache. `parts` has, block after block, the 22 tensors that `kernels.blocks` describes.
+Tensor blocks(const Tensor& x, const Tensor& rope, const Tensor& input_pos, const c10::List<OptTensor>& parts, double eps) {
+  constexpr int64_t PARTS = 22;
+  TORCH_CHECK(parts.size() % PARTS == 0, "onepass: a block has ", PARTS, " parts; ", parts.size(), " are no multiple of it");
+  Tensor y = x;
+  for (int64_t at = 0; at < (int64_t)parts.size(); at += PARTS) {
+    auto part = [&](int64_t i) -> OptTensor { return parts.get(at + i); };
+    auto layer = [&](int64_t i, const Tensor& x, const OptTensor& norm, bool gated, const OptTensor& residual) {
+      Tensor weight = part(i).value();
+      OptTensor scales = part(i + 1), mins = part(i + 2), bias = part(i + 3);
+      if (mins) return linear_int4(x, weight, scales.value(), *mins, bias, norm, eps, gated, residual);
+      if (scales) return linear_int8(x, weight, *scales, bias, norm, eps, gated, residual);
+      return linear(x, weight, bias, norm, eps, gated, residual);
+    };
+    Tensor qkv = layer(6, y, part(2), false, {});
+    Tensor mixed = attention(qkv, rope, part(0).value(), part(1).value(), input_pos, part(4), part(5), eps);
+    y = layer(10, mixed, {}, false, y);
+    y = layer(18, layer(14, y, part(3), false, {}), {}, true, y);
+  }
+  return y;
+}
+
 }  // namespace
 
-// attention writes to the caches without saying so in its schema. Said, torch.compile would functionalize the call, for
+// attention and blocks write to the caches without saying so in their schemas. Said, torch.compile would functionalize the call, for
 // which nested_compile_region has no way (torch 2.13), and which elsewhere may copy the caches. It is sound as long as
 // nothing else in a compiled graph touches a cache: the call is never dropped, since its result is used, nor moved past
 // another of the same layer.
@@ -693,6 +719,7 @@ TORCH_LIBRARY(onepass, m) {
   m.def("silu_mul(Tensor x) -> Tensor");
   m.def("attention(Tensor qkv, Tensor rope, Tensor k_cache, Tensor v_cache, Tensor input_pos, Tensor? q_norm, "
         "Tensor? k_norm, float eps) -> Tensor");
+  m.def("blocks(Tensor x, Tensor rope, Tensor input_pos, Tensor?[] parts, float eps) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(onepass, CPU, m) {
@@ -702,4 +729,5 @@ TORCH_LIBRARY_IMPL(onepass, CPU, m) {
   m.impl("rms_norm", rms_norm);
   m.impl("silu_mul", silu_mul);
   m.impl("attention", attention);
+  m.impl("blocks", blocks);
 }

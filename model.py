@@ -177,6 +177,10 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor, **around: Tensor | float | bool) -> Tensor:
         return kernels.linear(x, self.weight, self.bias, **around)
 
+    def operands(self) -> tuple[Tensor | None, ...]:
+        """Weight, scales, mins and bias, for `kernels.blocks`."""
+        return self.weight, None, None, self.bias
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019, equation 4)."""
@@ -261,6 +265,18 @@ class TransformerBlock(nn.Module):
         x = self.attention(x, self.attention_norm, rope, input_pos)
         return self.feed_forward(x, self.ffn_norm)
 
+    def parts(self, batch_size: int) -> list[Tensor | None] | None:
+        """What `kernels.blocks` takes to do what `forward` does; None where a linear layer is more than its product (a
+        sum over processes, in tp.py) or has hooks."""
+        at, ff = self.attention, self.feed_forward
+        norms = (self.attention_norm, self.ffn_norm, at.q_norm, at.k_norm)
+        parts = [*at.kv_cache.rows(batch_size), *(None if norm is None else norm.weight for norm in norms)]
+        for layer in (at.wqkv, at.wo, ff.w13, ff.w2):
+            if not hasattr(layer, "operands") or layer._forward_pre_hooks or layer._forward_hooks:
+                return None
+            parts += layer.operands()
+        return parts
+
 
 class Transformer(nn.Module):
     """The model. Call `setup_caches` once, then `model(idx, input_pos)` for prompts and single tokens alike."""
@@ -315,6 +331,19 @@ class Transformer(nn.Module):
                     raise IndexError(f"position {position} is outside the cache, which has {self.max_seq_length}")
         return input_pos.expand(idx.shape)
 
+    def all_layers(self, x: Tensor, input_pos: Tensor) -> Tensor:
+        """The blocks, one after the other, x [B, S, dim] to the same.
+
+        On a CPU one operator does all of it. It knows the blocks as they are here: who changes them leaves it out.
+        """
+        if kernels.has_blocks(x, self.args.head_dim):
+            parts = [layer.parts(x.shape[0]) for layer in self.layers]
+            if None not in parts:
+                return kernels.blocks(x, self.rope, input_pos, sum(parts, []), self.args.norm_eps)
+        for layer in self.layers:
+            x = layer(x, self.rope, input_pos)
+        return x
+
     def forward(self, idx: Tensor, input_pos: Tensor, logits_to_keep: int = 0) -> Tensor:
         """Logits [B, S, vocab] of the tokens `idx` int64 [B, S] at positions `input_pos` int64 [S] or [B, S].
 
@@ -324,8 +353,7 @@ class Transformer(nn.Module):
         """
         input_pos = self.check_positions(idx, input_pos)
         x = self.tok_embeddings(idx).to(self.norm.weight.dtype)
-        for layer in self.layers:
-            x = layer(x, self.rope, input_pos)
+        x = self.all_layers(x, input_pos)
         if logits_to_keep:
             x = x[:, -logits_to_keep:]
         return self.output(x, norm=self.norm.weight, eps=self.norm.eps)

@@ -141,6 +141,10 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor, *around, **named) -> Tensor:
         return kernels.linear_int8(x, self.weight, self.scales, self.bias, *around, **named)
 
+    def operands(self) -> tuple[Tensor | None, ...]:
+        """Weight, scales, mins and bias, for `kernels.blocks`."""
+        return self.weight, self.scales, None, self.bias
+
 
 class Int4Linear(nn.Module):
     """A linear layer with `quantize_int4`'s weights, on a CUDA GPU in the layout of its kernel (see `pack`)."""
@@ -183,6 +187,10 @@ class Int4Linear(nn.Module):
         y = y.to(x.dtype).unflatten(0, x.shape[:-1])
         y = y if self.bias is None else y + self.bias
         return y if residual is None else y + residual
+
+    def operands(self) -> tuple[Tensor | None, ...]:
+        """Weight, scales, mins and bias, for `kernels.blocks`."""
+        return self.weight, self.scales, self.mins, self.bias
 
 
 def linear_input(

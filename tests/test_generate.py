@@ -396,7 +396,7 @@ def test_other_prompt_lengths_samples_and_turns_never_compile_again(monkeypatch,
     if arithmetic == "kernels" and not kernels.load():
         pytest.skip("no C++ compiler here")
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **more: real(f, fullgraph=True, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", lambda f, options, **more: real(f, backend="aot_eager", **more))
     torch._dynamo.reset()
     with kernels.disabled() if arithmetic == "reference" else nullcontext():
         model, plain = tiny_transformer(seed=1), tiny_transformer(seed=1)
@@ -429,6 +429,35 @@ def test_compiled_code_makes_the_same_tokens(arithmetic):
         model = tiny_transformer(seed=2, qk_norm=True, qkv_bias=True)
         compile_model(model)
         assert torch.equal(generate(model, PROMPT, 40, temperature=0)[0], expected)
+
+
+@pytest.mark.parametrize("arithmetic", ["kernels", "reference"])
+@pytest.mark.parametrize("grown", [(1, 90), (3, 30)])
+def test_a_cache_that_grows_is_noticed_when_compiled(monkeypatch, arithmetic, grown):
+    """Conditions of compiled code are checked for the first layer only; see `but_of_later_layers`."""
+    if arithmetic == "kernels" and not kernels.load():
+        pytest.skip("no C++ compiler here")
+    real = torch.compile
+
+    def quickly(f, options, **more):
+        return real(f, backend="aot_eager", options={"guard_filter_fn": options["guard_filter_fn"]}, **more)
+
+    torch._dynamo.reset()
+    with kernels.disabled() if arithmetic == "reference" else nullcontext():
+        model, compiled = tiny_transformer(seed=1, n_layer=12), tiny_transformer(seed=1, n_layer=12)
+        monkeypatch.setattr(
+            torch, "compile", lambda f, options=None, **more: quickly(f, options, **more) if options else f
+        )
+        compile_model(compiled, 3)
+        before = compiled_graphs()
+        for batch, end in ((1, 30), grown):
+            for each in (model, compiled):
+                each.setup_caches(batch, end)
+            for start, count in ((0, 3), (3, 1), (end - 3, 2), (end - 1, 1)):
+                idx = torch.arange(1, count * batch + 1).view(batch, count)
+                input_pos = torch.arange(start, start + count)
+                assert torch.allclose(compiled(idx, input_pos), model(idx, input_pos), atol=1e-4)
+        assert compiled_graphs() > before
 
 
 def test_a_position_outside_the_cache_is_an_error_when_compiled():

@@ -10,7 +10,8 @@ from tiny import LLAMA31_SCALING, make_config, tiny_transformer, write_checkpoin
 
 import kernels
 from checkpoint import load_model
-from model import ModelArgs, Transformer
+from model import Linear, ModelArgs, Transformer
+from quantize import quantize_checkpoint
 from tokenizer import get_tokenizer
 
 
@@ -264,6 +265,83 @@ def test_a_position_outside_the_cache_is_an_error_before_the_write(arithmetic, p
     with pytest.raises(IndexError, match=rf"position {named} .* 64"):
         model(ids[:, :3], torch.tensor(positions))
     assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+
+
+# ---------------------------------------------------------------- all blocks in one operator
+
+
+def one_by_one(model: Transformer, x: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x, model.rope, input_pos)
+    return x
+
+
+@pytest.fixture
+def counted(monkeypatch) -> list:
+    """Where the C++ compiler is: the calls of `kernels.blocks`."""
+    if not kernels.load():
+        pytest.skip("no C++ compiler here")
+    calls, blocks = [], kernels.blocks
+    monkeypatch.setattr(kernels, "blocks", lambda *args: calls.append(args) or blocks(*args))
+    return calls
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_one_operator_for_all_blocks_gives_their_bits(tmp_path, counted, family, mode):
+    """Who changed a block, and finds this test failing, has to leave the operator out of `Transformer.all_layers`."""
+    path = write_checkpoint(tmp_path / "m", family, intermediate_size=160)
+    if mode.startswith("int"):
+        path = quantize_checkpoint(path, mode, 32 if mode == "int4" else None)
+    model = load_model(path, "cpu", torch.bfloat16 if mode == "bf16" else torch.float32)
+    model.setup_caches(3, 40)
+    with torch.inference_mode():
+        for rows, start, count in ((2, 0, 11), (2, 11, 1), (3, 0, 30), (1, 12, 5)):
+            x = torch.randn(rows, count, 64)
+            input_pos = torch.arange(start, start + count).expand(rows, -1)
+            found = model.all_layers(x, input_pos)
+            caches = [buffer.clone() for buffer in model.buffers()]
+            assert torch.equal(found, one_by_one(model, x, input_pos))
+            assert all(torch.equal(a, b) for a, b in zip(caches, model.buffers(), strict=True))
+    assert len(counted) == 4
+
+
+def test_what_is_more_than_a_product_runs_by_itself(counted):
+    """Hooks on a linear layer are called, and a layer of one's own is."""
+
+    class Doubled(Linear):
+        operands = property()  # none: an AttributeError
+
+        def forward(self, x: torch.Tensor, **around: object) -> torch.Tensor:
+            return 2 * super().forward(x, **around)
+
+    model, ids = fresh()
+    with torch.inference_mode():
+        before = model(ids[:, :9], torch.arange(9))
+        seen = []
+        hook = model.layers[1].feed_forward.w2.register_forward_hook(lambda *arguments: seen.append(arguments))
+        assert torch.equal(model(ids[:, :9], torch.arange(9)), before) and len(seen) == 1
+        hook.remove()
+        assert len(counted) == 1
+        model.layers[1].feed_forward.w13.__class__ = Doubled
+        assert not torch.equal(model(ids[:, :9], torch.arange(9)), before)
+        assert len(counted) == 1
+
+
+def test_a_bias_on_any_layer_counts(counted):
+    model, ids = fresh()
+    with torch.inference_mode():
+        for layer in (model.layers[0].attention.wo, model.layers[1].feed_forward.w13, model.layers[1].feed_forward.w2):
+            before = model(ids[:, :9], torch.arange(9))
+            layer.bias = torch.nn.Parameter(torch.randn(layer.out_features), requires_grad=False)
+            after = model(ids[:, :9], torch.arange(9))
+            assert not torch.equal(before, after)
+            with kernels.disabled():
+                assert (model(ids[:, :9], torch.arange(9)) - after).abs().max() < 1e-4
+    assert len(counted) == 6
+
+
+# ---------------------------------------------------------------- the size of the cache
 
 
 def test_caches_are_allocated_once():
