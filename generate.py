@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
+from types import FunctionType, MethodType
 from typing import Protocol
 
 import torch
@@ -757,6 +758,7 @@ def compile_model(
     of the second; only the number of rows is not. Prompts run uncompiled, unless `compile_prefill` sends them through a
     graph of their own.
     """
+    model.hold()
     eager = model.forward
     # What Inductor asserts about each of a step's hundreds of tensors takes longer than a small layer does.
     options = {"size_asserts": False, "alignment_asserts": False, "guard_filter_fn": but_of_later_layers}
@@ -766,7 +768,8 @@ def compile_model(
         # as bfloat16 first.
         options |= {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
     one, few, many = (
-        torch.compile(eager, fullgraph=True, dynamic=False, options=options) for options in (options, options, None)
+        torch.compile(own_code(eager), fullgraph=True, dynamic=False, options=options)
+        for options in (options, options, None)
     )
 
     def forward(idx: Tensor, input_pos: Tensor, logits_to_keep: int = 0) -> Tensor:
@@ -782,6 +785,16 @@ def compile_model(
         return many(idx, input_pos, logits_to_keep) if prompt else few(idx, input_pos)
 
     model.forward = forward
+
+
+def own_code(method: Callable) -> Callable:
+    """The same method with a code object of its own. By those torch.compile keeps what it has compiled: it searches all
+    that it has for one, and refuses to add a ninth."""
+    if not isinstance(method, MethodType):
+        return method
+    f = method.__func__
+    copied = FunctionType(f.__code__.replace(), f.__globals__, f.__name__, f.__defaults__, f.__closure__)
+    return MethodType(copied, method.__self__)
 
 
 def but_of_later_layers(guards: Sequence) -> list[bool]:

@@ -476,7 +476,7 @@ Tensor linear_int8(const Tensor& x, const Tensor& weight, const Tensor& scales, 
 // G: blocks of 32 weights in a group, or 0 for a number known at run time.
 template <int M, int N, int G>
 __attribute__((noinline)) void tile_int4(const Work& work, const Quantized& r, int64_t m0, int64_t n0, const uint8_t* w,
-                                         int64_t groups, const float* scales, const float* mins, u32x8 last) {
+                                         int64_t groups, const float* scales, const uint16_t* mins, u32x8 last) {
   const int64_t K = work.K, group = 32 * (G ? G : K / groups / 32);
   const int16_t* x = &r.q[m0 * r.ld];
   f32x8 acc[M][N] = {};
@@ -502,8 +502,9 @@ __attribute__((noinline)) void tile_int4(const Work& work, const Quantized& r, i
   }
   for (int64_t g = 0; g < groups; g += 8)
     for (int n = 0; n < N; n++) {
-      u32x8 some = load<u32x8>(mins + n * groups + g);
-      f32x8 min = bits<f32x8>(g + 8 < groups ? some : some & last);
+      const uint16_t* p = mins + n * groups + g;  // reads on into the next row's, which only the last one lacks
+      f32x8 some = F16::value(n0 + n + 1 < work.N ? load<u16x8>(p) : load<u16x8>(p, groups - g));
+      f32x8 min = g + 8 < groups ? some : bits<f32x8>(bits<u32x8>(some) & last);
       for (int m = 0; m < M; m++) acc[m][n] = fma(load<f32x8>(&r.sums[(m0 + m) * r.groups_ld + g]), min, acc[m][n]);
     }
   finish(acc, work, m0, n0, [&](float s, int64_t m, int64_t) { return s * r.scale[m]; });
@@ -519,17 +520,14 @@ Tensor linear_int4(const Tensor& x, const Tensor& weight, const Tensor& scales, 
   const uint16_t* halves[] = {data<uint16_t>(scales, "scales", at::kHalf, {N, groups}),
                               data<uint16_t>(mins, "mins", at::kHalf, {N, groups})};
   const u32x8 lanes = {0, 1, 2, 3, 4, 5, 6, 7}, last = bits<u32x8>(lanes <= (uint32_t)((groups - 1) % 8));
-  const int64_t room = BLOCK * groups + 8;
   const Quantized r = quantize(work, groups);
   over_blocks(work, [&](int64_t n0, int64_t n1) {
-    float* wide = scratch<float>(2 * room);  // this block's scales, then its mins, as float32
-    for (int part = 0; part < 2; part++)
-      for (int64_t i = 0, count = (n1 - n0) * groups; i < count; i += 8)
-        store(wide + part * room + i, F16::value(load<u16x8>(halves[part] + n0 * groups + i, count - i)));
+    float* wide = scratch<float>(BLOCK * groups + 8);  // this block's scales as float32
+    for (int64_t i = 0, count = (n1 - n0) * groups; i < count; i += 8)
+      store(wide + i, F16::value(load<u16x8>(halves[0] + n0 * groups + i, count - i)));
     auto multiply = [&](auto G) {
       for_tiles<4, 2, 2, 1, 1, 1>(work.M, n1 - n0, [&](auto M, auto columns, int64_t m, int64_t n) {
-        const float* scale = wide + n * groups;
-        tile_int4<M, columns, G>(work, r, m, n0 + n, w + (n0 + n) * K / 2, groups, scale, scale + room, last);
+        tile_int4<M, columns, G>(work, r, m, n0 + n, w + (n0 + n) * K / 2, groups, wide + n * groups, halves[1] + (n0 + n) * groups, last);
       });
     };
     group == 32 ? multiply(Int<1>()) : multiply(Int<0>());
@@ -720,6 +718,7 @@ TORCH_LIBRARY(onepass, m) {
   m.def("attention(Tensor qkv, Tensor rope, Tensor k_cache, Tensor v_cache, Tensor input_pos, Tensor? q_norm, "
         "Tensor? k_norm, float eps) -> Tensor");
   m.def("blocks(Tensor x, Tensor rope, Tensor input_pos, Tensor?[] parts, float eps) -> Tensor");
+  m.def("held_blocks(Tensor x, Tensor rope, Tensor input_pos, int number, float eps) -> Tensor");  // in kernels.py
 }
 
 TORCH_LIBRARY_IMPL(onepass, CPU, m) {

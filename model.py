@@ -265,12 +265,12 @@ class TransformerBlock(nn.Module):
         x = self.attention(x, self.attention_norm, rope, input_pos)
         return self.feed_forward(x, self.ffn_norm)
 
-    def parts(self, batch_size: int) -> list[Tensor | None] | None:
+    def parts(self) -> list[Tensor | None] | None:
         """What `kernels.blocks` takes to do what `forward` does; None where a linear layer is more than its product (a
         sum over processes, in tp.py) or has hooks."""
         at, ff = self.attention, self.feed_forward
         norms = (self.attention_norm, self.ffn_norm, at.q_norm, at.k_norm)
-        parts = [*at.kv_cache.rows(batch_size), *(None if norm is None else norm.weight for norm in norms)]
+        parts = [at.kv_cache.k, at.kv_cache.v, *(None if norm is None else norm.weight for norm in norms)]
         for layer in (at.wqkv, at.wo, ff.w13, ff.w2):
             if not hasattr(layer, "operands") or layer._forward_pre_hooks or layer._forward_hooks:
                 return None
@@ -293,6 +293,9 @@ class Transformer(nn.Module):
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
         self.max_batch_size = self.max_seq_length = 0
+        self.holding = False
+        self.held: kernels.Held | None = None
+        self.held_number = 0
         self.register_buffer("rope", None, persistent=False)
 
     def setup_caches(self, max_batch_size: int, max_seq_length: int) -> None:
@@ -316,6 +319,19 @@ class Transformer(nn.Module):
             layer.attention.kv_cache = KVCache(
                 self.max_batch_size, self.args.n_local_heads, self.max_seq_length, self.args.head_dim, dtype, device
             )
+        if self.holding:
+            self.hold()
+
+    def hold(self) -> None:
+        """Fetch the tensors of the blocks now, not before each pass, for the operator that does all blocks in one.
+
+        For compiled code: from now on weights may change in place, but another tensor in their place goes unseen.
+        """
+        self.holding = True
+        ready = self.max_seq_length > 0 and kernels.has_blocks(self.norm.weight, self.args.head_dim)
+        parts = [layer.parts() for layer in self.layers] if ready else [None]
+        self.held = None if None in parts else kernels.Held(sum(parts, []))
+        self.held_number = self.held.number if self.held else 0
 
     def share_prompt(self, rows: int, length: int) -> None:
         """Copy the keys and values of the first row's first `length` positions to the other `rows` - 1."""
@@ -337,7 +353,9 @@ class Transformer(nn.Module):
         On a CPU one operator does all of it. It knows the blocks as they are here: who changes them leaves it out.
         """
         if kernels.has_blocks(x, self.args.head_dim):
-            parts = [layer.parts(x.shape[0]) for layer in self.layers]
+            if self.held_number:
+                return kernels.held_blocks(x, self.rope, input_pos, self.held_number, self.args.norm_eps)
+            parts = [layer.parts() for layer in self.layers]
             if None not in parts:
                 return kernels.blocks(x, self.rope, input_pos, sum(parts, []), self.args.norm_eps)
         for layer in self.layers:

@@ -460,6 +460,20 @@ def test_a_cache_that_grows_is_noticed_when_compiled(monkeypatch, arithmetic, gr
         assert compiled_graphs() > before
 
 
+def test_many_compiled_models_and_batch_sizes_in_one_process(monkeypatch):
+    """torch.compile refuses more than eight graphs of one code object."""
+    torch._dynamo.reset()
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options, **more: real(f, backend="eager", **more))
+    for seed in range(5):
+        model = tiny_transformer(seed=seed, n_layer=1)
+        model.setup_caches(4, 20)
+        expected = [model(torch.full((rows, 1), 5), torch.arange(1)) for rows in range(1, 5)]
+        compile_model(model)
+        for rows in range(1, 5):
+            assert torch.equal(model(torch.full((rows, 1), 5), torch.arange(1)), expected[rows - 1])
+
+
 def test_a_position_outside_the_cache_is_an_error_when_compiled():
     with kernels.disabled():
         model = tiny_transformer()

@@ -1,5 +1,6 @@
 """The model: golden values of a real checkpoint, an independent implementation on tiny ones, the cache, the config."""
 
+import gc
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -339,6 +340,40 @@ def test_a_bias_on_any_layer_counts(counted):
             with kernels.disabled():
                 assert (model(ids[:, :9], torch.arange(9)) - after).abs().max() < 1e-4
     assert len(counted) == 6
+
+
+def test_held_parts_give_the_same_bits_through_growing_caches(counted):
+    (model, ids), (plain, _) = fresh(100, 1), fresh(100, 1)
+    model.hold()
+    with torch.inference_mode():
+        for rows, end in ((1, 20), (3, 20), (3, 100)):
+            for each in (model, plain):
+                each.setup_caches(rows, end)
+            for start, count in ((0, 9), (9, 1), (end - 3, 3)):
+                idx, input_pos = ids[:1, start : start + count].expand(rows, -1), torch.arange(start, start + count)
+                assert torch.equal(model(idx, input_pos), plain(idx, input_pos))
+        for each in (model, plain):
+            each.layers[1].feed_forward.w2.weight.mul_(1.5)  # in place
+        assert torch.equal(model(idx, input_pos), plain(idx, input_pos))
+        with kernels.disabled():
+            model.layers[0].attention.wo.weight.mul_(1.5)
+            assert not torch.equal(model(idx, input_pos), plain(idx, input_pos))
+    assert len(counted) == 10  # all of `plain`
+
+
+def test_held_parts_go_with_their_model():
+    if not kernels.load():
+        pytest.skip("no C++ compiler here")
+    model, _ = fresh()
+    model.hold()
+    number = model.held_number
+    assert number in kernels.Held.living
+    model.setup_caches(2, 200)
+    assert number not in kernels.Held.living and model.held_number in kernels.Held.living
+    number = model.held_number
+    del model
+    gc.collect()
+    assert number not in kernels.Held.living
 
 
 # ---------------------------------------------------------------- the size of the cache
