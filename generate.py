@@ -365,7 +365,7 @@ def speculative_decode(
     if isinstance(draft, Transformer) and k and max(counts) == k:
         draft(drafts[:, -1:], input_pos + k)  # accepted but never fed: the cache would have a hole
     observe(Round(drafts, q, p, uniform, counts, *clock.seconds()))
-    rows = [torch.cat((tokens[b, :n], tokens[b, k:])) for b, n in enumerate(counts)]
+    rows = [torch.cat((tokens[b, :n], tokens[b, k:])) for b, n in enumerate(counts)] if k else list(tokens)
     return rows[0] if len(rows) == 1 else rows
 
 
@@ -451,14 +451,15 @@ class DraftLength:
     With α the chance that a draft is accepted, c the cost of a draft step and v_k that of verifying k drafts, both in
     plain steps of the target, k drafts speed decoding up by (1 - α^(k+1)) / ((1 - α)(k c + v_k)): the expected number
     of tokens (Leviathan et al. 2023, equation 1) over what they cost (theorem 3.8 has v_k = 1, as on an idle GPU).
-    `auto` takes the k with the largest value, 0 if none exceeds 1, and then tries again now and then. It drafts only
-    where it can afford to see all of it rejected: what it has lost in all is kept below a share of the time.
+    `auto` takes the k with the largest value, 0 if none clearly exceeds 1, and then tries again now and then. It drafts
+    only where it can afford to see all of it rejected: what it has lost in all is kept below a share of the time.
     """
 
     LARGEST = 8  # `auto` drafts at most so many
     MEMORY = 0.95  # what a round's evidence on α keeps of its weight for each later round
     LOSS = 0.03  # `auto` may lose this share of the time to trying, and at the start
     START = 2.0  # so many plain steps
+    GAIN = 1.03  # a smaller speed-up lies within the error of the costs, and is not worth a draft
     REFRESH = 64  # rounds after which a plain step is measured anew, since it gets dearer as the text grows
 
     def __init__(self, speculate_k: int | str = "auto", draft_cost: float = 0.0):
@@ -504,6 +505,8 @@ class DraftLength:
             return 0
         limit = min(limit, self.LARGEST, max(3, 2 * max(self.pass_s)))  # costs are not guessed far beyond the measured
         best = max(range(limit + 1), key=self.speedup)
+        if self.speedup(best) < self.GAIN:
+            best = 0
         if best == 0 and self.plain_rounds >= self.wait:
             best = min(1, limit)
         allowed = self.LOSS * self.spent + self.START * self.plain_s
@@ -511,14 +514,24 @@ class DraftLength:
             best -= 1
         return best
 
+    def plain_steps(self) -> int:
+        """After `choose` has said 0: how many plain steps to make before it might say something else."""
+        return 1 if self.fixed is not None or not self.plain_rounds else max(1, self.wait - self.plain_rounds)
+
+    def record_pass(self, k: int, seconds: float) -> None:
+        """Learn from a pass over k + 1 tokens, a plain step with k = 0."""
+        self.pass_s.setdefault(k, deque(maxlen=16)).append(seconds)
+        self.plain_s = min(median_low(times) for times in self.pass_s.values())  # more tokens never take less
+        self.spent += seconds
+        if k == 0:
+            self.plain_rounds, self.draft_rounds = self.plain_rounds + 1, 0
+
     def record(self, round: Round, rows: Sequence[int]) -> None:
         """Learn from a round. `rows`: those that were still running."""
         k = round.drafts.shape[1]
-        self.pass_s.setdefault(k, deque(maxlen=16)).append(round.verify_s)
-        self.plain_s = min(median_low(times) for times in self.pass_s.values())  # more tokens never take less
-        self.spent += round.draft_s + round.verify_s
+        self.record_pass(k, round.verify_s)
+        self.spent += round.draft_s
         if k == 0:
-            self.plain_rounds, self.draft_rounds = self.plain_rounds + 1, 0
             return
         self.growth.append((round.verify_s / self.plain_s - 1) / k)
         if self.plain_rounds <= 2:  # else the time contains reading what was decoded without the draft
@@ -598,10 +611,15 @@ def generate(
         callback(row, token, kind)
 
     def emit_plain(token: Tensor) -> bool:
+        nonlocal step_began
+        ids = token.flatten().tolist()
+        if draft is not None:
+            length.record_pass(0, time.perf_counter() - step_began)
         tally.passes, tally.row_passes = tally.passes + 1, tally.row_passes + len(running)
-        for row, id in enumerate(token.flatten().tolist()):
+        for row, id in enumerate(ids):
             if row in running:
                 emit(row, id, "plain")
+        step_began = time.perf_counter()
         return not running
 
     def last_tokens() -> tuple[list[list[int]], Tensor, Tensor]:
@@ -633,10 +651,16 @@ def generate(
     for row in range(batch_size):
         emit(row, first[row], "plain")
 
+    step_began = 0.0
     observed: list[Round] = []
     while running and draft is not None:
         rows, cur_token, input_pos = last_tokens()
-        k = length.choose(min(ends - len(text[row]) for row in running) - 1)
+        left = min(ends - len(text[row]) for row in running)
+        k = length.choose(left - 1)
+        if k == 0 and not observe:  # a round would do the same, with more around it
+            step_began = time.perf_counter()
+            decode_n_tokens(model, cur_token, input_pos, min(length.plain_steps(), left), emit_plain, **sampling)
+            continue
         try:
             new = speculative_decode(
                 model, draft, cur_token, input_pos, k, text=rows, observe=observed.append, **sampling
