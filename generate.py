@@ -516,7 +516,9 @@ class DraftLength:
 
     def plain_steps(self) -> int:
         """After `choose` has said 0: how many plain steps to make before it might say something else."""
-        return 1 if self.fixed is not None or not self.plain_rounds else max(1, self.wait - self.plain_rounds)
+        if self.fixed is not None or len(self.pass_s.get(0, ())) < 2 or not self.plain_rounds:
+            return 1
+        return max(1, self.wait - self.plain_rounds)
 
     def record_pass(self, k: int, seconds: float) -> None:
         """Learn from a pass over k + 1 tokens, a plain step with k = 0."""

@@ -144,6 +144,30 @@ def test_the_comparison_of_argmaxes_is_the_rule_at_temperature_0():
     assert set(found[0].tolist()) == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("right, least, most", [(0, 2, 12), (99, 10, 100)])
+def test_auto_decodes_plainly_between_tries_and_drafts_where_it_pays(monkeypatch, target, right, least, most):
+    """Steps between tries are plain decoding's own. The first two plain steps, which measure, do not start a pause."""
+    plain, rounds, real = tokens(target, PROMPT, 150), [], program.speculative_decode
+    clock = itertools.count()
+    monkeypatch.setattr(program.time, "perf_counter", lambda: next(clock) * 1e-3)  # every pass takes as long
+
+    def counted(*args, **more):
+        rounds.append(args[4])
+        return real(*args, **more)
+
+    monkeypatch.setattr(program, "speculative_decode", counted)
+    draft = knowing(plain, len(PROMPT), right)
+    stats = generate(target, PROMPT, 150, draft=draft, speculate_k="auto", **GREEDY)[1]
+    assert stats["generated_tokens"] == plain and min(rounds) > 0
+    assert least <= len(rounds) == stats["rounds"] <= most
+    assert sum(stats["k_counts"]) == len(rounds) + stats["k_counts"][0] and (right or stats["k_counts"][0] > 100)
+    if right:
+        assert stats["k_counts"][0] <= 4 and stats["tokens_per_pass"] > 3
+    observed = []
+    again = generate(target, PROMPT, 150, draft=draft, speculate_k="auto", observe=observed.append, **GREEDY)[1]
+    assert again["generated_tokens"] == plain and len(observed) == sum(again["k_counts"])
+
+
 @pytest.mark.parametrize(
     "old, new",
     [
