@@ -261,7 +261,7 @@ class DraftError(Exception):
 class Round:
     """What one round did, for statistics and traces. Tensors stay on the device.
 
-    One-hot distributions may stand as their tokens: they are what temperature 0 is about, and quicker by a tenth.
+    One-hot distributions, which is all that temperature 0 has, may stand as their tokens: a vocabulary is long.
     """
 
     drafts: Tensor  # [B, k]
