@@ -9,6 +9,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import sys
 import time
 import warnings
@@ -218,6 +219,16 @@ def choose_precision(name: str | None, device: torch.device) -> str:
 # ---------------------------------------------------------------- prompts
 
 
+def check_compiler() -> None:
+    """torch.compile writes C++ for a CPU."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
+    if not any(map(shutil.which, names)):
+        raise ValueError(
+            f"--compile needs a C++ compiler on a CPU, and {' or '.join(names)} is not there: install g++ or "
+            "clang++, or name another in the environment variable CXX"
+        )
+
+
 def read_prompt(args: argparse.Namespace) -> str:
     """The prompt's text. Bytes that are no UTF-8 become surrogates, which the tokenizer takes."""
     if args.prompt_file:
@@ -363,12 +374,13 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
 def check_draft(args: argparse.Namespace, tokenizer: Tokenizer, needed: int) -> None:
     """A draft speaks of token ids: they must mean the same to both, and its context must reach as far."""
     path = args.draft_checkpoint_path
+    directory = weight_files(path)[0].parent  # first of all: it says so where there is no such file
     if get_tokenizer(path).vocabulary() != tokenizer.vocabulary():
         raise ValueError(
             f"--draft_checkpoint_path {path}: its tokenizer is not that of {args.checkpoint_path}; the target scores "
             "the draft's token ids, so both must stand for the same text"
         )
-    draft = ModelArgs.from_config(weight_files(path)[0].parent)
+    draft = ModelArgs.from_config(directory)
     limit = min(draft.block_size, draft.sliding_window or draft.block_size)
     if needed > limit:
         raise ValueError(
@@ -381,6 +393,8 @@ def run(args: argparse.Namespace, team: Team | None = None) -> None:
     check_flags(args)
     device = choose_device(args.device)
     precision = choose_precision(args.precision, device)
+    if (args.compile or args.compile_prefill) and device.type == "cpu":
+        check_compiler()
     if args.random_weights:
         source, mode = args.random_weights
         model_args, tokenizer = ModelArgs.from_config(source), None

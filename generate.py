@@ -803,7 +803,7 @@ def compile_model(
         prompt = logits_to_keep > 0 or tokens > largest_pass
         if not (compile_prefill if prompt else decode):
             return eager(idx, input_pos, logits_to_keep)
-        input_pos = model.check_positions(idx, input_pos)
+        input_pos = model.check_positions(idx, input_pos).contiguous()  # other strides would be compiled anew
         if tokens == 1 and not prompt:
             return one(idx, input_pos)
         for argument in (idx, input_pos):

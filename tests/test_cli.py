@@ -599,3 +599,28 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_the_program(endless, tmp_path):
     os.close(slave)
     assert b"Traceback" not in err()
     assert json.loads((tmp_path / "stats.json").read_text())["samples"] == []
+
+
+@pytest.mark.parametrize("flag", ["--compile", "--compile_prefill"])
+def test_compiling_without_a_compiler_is_refused_in_one_line(tmp_path, capsys, monkeypatch, flag):
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    path = write_checkpoint(tmp_path / "m")
+    assert cli.main(["--checkpoint_path", str(path), "--prompt", "x", "--device", "cpu", flag]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "/nowhere/c++" in err and "CXX" in err
+    assert cli.main(["--checkpoint_path", str(path), "--prompt", "x", "--device", "cpu", "--max_new_tokens", "2"]) == 0
+
+
+def test_a_draft_file_that_is_not_there_is_named(tmp_path, capsys):
+    path = write_checkpoint(tmp_path / "m")
+    flags = [
+        "--checkpoint_path",
+        str(path),
+        "--prompt",
+        "x",
+        "--draft_checkpoint_path",
+        str(path / "model_int8.safetensors"),
+    ]
+    assert cli.main(flags) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "model_int8.safetensors: no such file" in err

@@ -460,6 +460,22 @@ def test_a_cache_that_grows_is_noticed_when_compiled(monkeypatch, arithmetic, gr
         assert compiled_graphs() > before
 
 
+def test_positions_in_another_layout_are_not_compiled_anew(monkeypatch):
+    torch._dynamo.reset()
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options, **more: real(f, backend="eager", **more))
+    model = tiny_transformer(seed=1)
+    model.setup_caches(2, 40)
+    compile_model(model, 4)
+    for count in (1, 2, 4):
+        idx, shared = torch.ones(2, count, dtype=torch.int64), torch.arange(count)
+        for input_pos in (shared, shared.repeat(2, 1), shared.expand(2, -1), torch.stack((shared, shared + 3))):
+            model(idx, input_pos)
+        if count == 2:
+            before = compiled_graphs()
+    assert compiled_graphs() == before
+
+
 def test_many_compiled_models_and_batch_sizes_in_one_process(monkeypatch):
     """torch.compile refuses more than eight graphs of one code object."""
     torch._dynamo.reset()
