@@ -157,7 +157,7 @@ def check_flags(args: argparse.Namespace) -> None:
         for flag in ("chat", "interactive", "prompt_file", "draft_checkpoint_path", "trace"):
             if getattr(args, flag):
                 raise ValueError(f"--{flag} needs a tokenizer, and --random_weights comes without one")
-        if args.prompt is not None and not (args.prompt.isascii() and args.prompt.strip().isdecimal()):
+        if args.prompt is not None and not is_integer(args.prompt):
             raise ValueError("--random_weights comes without a tokenizer: --prompt has to be an INTEGER, its tokens")
     if args.draft and args.draft_checkpoint_path:
         raise ValueError("--draft and --draft_checkpoint_path exclude each other: give one")
@@ -216,9 +216,6 @@ def choose_precision(name: str | None, device: torch.device) -> str:
     return "bf16" if native else "fp32"
 
 
-# ---------------------------------------------------------------- prompts
-
-
 def check_compiler() -> None:
     """torch.compile writes C++ for a CPU."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
@@ -227,6 +224,9 @@ def check_compiler() -> None:
             f"--compile needs a C++ compiler on a CPU, and {' or '.join(names)} is not there: install g++ or "
             "clang++, or name another in the environment variable CXX"
         )
+
+
+# ---------------------------------------------------------------- prompts
 
 
 def read_prompt(args: argparse.Namespace) -> str:
@@ -238,10 +238,13 @@ def read_prompt(args: argparse.Namespace) -> str:
     return args.prompt if args.prompt is not None else "Hello, my name is"
 
 
+def is_integer(prompt: str) -> bool:
+    """Whether a prompt asks for a synthetic one of that many tokens. Digits of other scripts are text."""
+    return prompt.isascii() and prompt.strip().isdecimal()
+
+
 def encode_prompt(args: argparse.Namespace, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
-    if tokenizer is None or (
-        args.prompt is not None and args.prompt.strip().isascii() and args.prompt.strip().isdecimal() and not args.chat
-    ):
+    if tokenizer is None or (args.prompt is not None and is_integer(args.prompt) and not args.chat):
         digits = (args.prompt or "16").strip()
         count = int(digits) if len(digits) < 1000 else 0  # Python refuses to convert thousands of them
         if not 1 <= count <= 10**7:

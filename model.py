@@ -329,9 +329,14 @@ class Transformer(nn.Module):
         """
         self.holding = True
         ready = self.max_seq_length > 0 and kernels.has_blocks(self.norm.weight, self.args.head_dim)
-        parts = [layer.parts() for layer in self.layers] if ready else [None]
-        self.held = None if None in parts else kernels.Held(sum(parts, []))
+        parts = self.parts() if ready else None
+        self.held = kernels.Held(parts) if parts else None
         self.held_number = self.held.number if self.held else 0
+
+    def parts(self) -> list[Tensor | None] | None:
+        """All blocks' `TransformerBlock.parts`, one after the other; None if a block has none."""
+        parts = [layer.parts() for layer in self.layers]
+        return None if None in parts else sum(parts, [])
 
     def share_prompt(self, rows: int, length: int) -> None:
         """Copy the keys and values of the first row's first `length` positions to the other `rows` - 1."""
@@ -355,9 +360,9 @@ class Transformer(nn.Module):
         if kernels.has_blocks(x, self.args.head_dim):
             if self.held_number:
                 return kernels.held_blocks(x, self.rope, input_pos, self.held_number, self.args.norm_eps)
-            parts = [layer.parts() for layer in self.layers]
-            if None not in parts:
-                return kernels.blocks(x, self.rope, input_pos, sum(parts, []), self.args.norm_eps)
+            parts = self.parts()
+            if parts:
+                return kernels.blocks(x, self.rope, input_pos, parts, self.args.norm_eps)
         for layer in self.layers:
             x = layer(x, self.rope, input_pos)
         return x
