@@ -148,9 +148,9 @@ def materialize(
 
 
 def packed(model: Transformer) -> Transformer:
-    """A model ready to run: what a GPU's kernel wants in a layout of its own, in that layout."""
+    """A model ready to run: what a device's kernel wants in a layout of its own, in that layout."""
     for module in model.modules():
-        if isinstance(module, quantize.Int4Linear):
+        if isinstance(module, quantize.Int8Linear | quantize.Int4Linear):
             module.pack()
     return model.eval()
 

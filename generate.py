@@ -61,7 +61,7 @@ def logits_to_probs(
 def greedy(logits: Tensor) -> Tensor:
     """The likeliest token, int64 [...], of logits [..., V]; where they are not finite V, which is no token."""
     top = logits.max(dim=-1)
-    return torch.where(top.values.isfinite(), top.indices, logits.shape[-1])
+    return torch.where(top.values.abs() < torch.inf, top.indices, logits.shape[-1])
 
 
 def one_hot(tokens: Tensor, vocab_size: int) -> Tensor:
@@ -83,13 +83,18 @@ def draw(probs: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True).squeeze(-1)
 
 
-def sample(logits: Tensor, **sampling) -> tuple[Tensor, Tensor]:
-    """Sample from logits [..., V]: (token int64 [...], the distribution it was drawn from [..., V])."""
+def pick(logits: Tensor, **sampling) -> tuple[Tensor, Tensor | None]:
+    """`sample`, with None for a one-hot distribution: at temperature 0 the token says all."""
     if sampling.get("temperature") == 0:
-        token = greedy(logits)
-        return token, one_hot(token, logits.shape[-1])
+        return greedy(logits), None
     probs = logits_to_probs(logits, **sampling)
     return draw(probs), probs
+
+
+def sample(logits: Tensor, **sampling) -> tuple[Tensor, Tensor]:
+    """Sample from logits [..., V]: (token int64 [...], the distribution it was drawn from [..., V])."""
+    token, probs = pick(logits, **sampling)
+    return token, one_hot(token, logits.shape[-1]) if probs is None else probs
 
 
 # ---------------------------------------------------------------- prompt and decode steps
@@ -127,7 +132,8 @@ def decode_n_tokens(
     """
     tokens = []
     for step in range(num_new_tokens):
-        cur_token, _ = decode_one_token(model, cur_token, input_pos + step, **sampling)
+        # As decode_one_token, without the distribution: at temperature 0 that costs as much as a layer.
+        cur_token, _ = pick(model(cur_token, input_pos + step), **sampling)
         tokens.append(cur_token)
         if callback(cur_token):
             break
@@ -192,7 +198,7 @@ def draft_tokens(
     for i in range(k):
         if i > 0:
             logits = model(tokens[-1].clamp(max=logits.shape[-1] - 1), input_pos + i)  # what is no token fails later
-        token, q = sample(logits[..., :vocab_size], **sampling)
+        token, q = pick(logits[..., :vocab_size], **sampling)
         tokens.append(token)
         probs.append(q)
     return torch.cat(tokens, dim=1), None if sampling.get("temperature") == 0 else torch.cat(probs, dim=1)

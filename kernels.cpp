@@ -4,9 +4,10 @@
 // number of rows in the call and whatever the number of threads: a verified token and a singly decoded one see the same
 // logits. kernels.py has the same functions in plain PyTorch.
 //
-// The pattern of all three linear layers: blocks of weight rows go to the threads, weights are used as they are stored,
-// and a register tile of M rows of x by N rows of W is multiplied at a time, N chosen so that the sums fit in 16 vector
-// registers. Vectors are GCC/Clang vector extensions; intrinsics stand only where these have no word for an instruction.
+// The pattern of all linear layers: blocks of weight rows go to the threads, and a register tile of M rows of x by N rows
+// of W is multiplied at a time, N chosen so that the sums fit in 16 vector registers. Float weights are used as they are
+// stored; integer ones come in panels, in the order in which they are used. Vectors are GCC/Clang vector extensions;
+// intrinsics stand only where these have no word for an instruction.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -16,6 +17,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <vector>
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -39,7 +41,8 @@ VECTOR(int16_t, 16, i16x16);
 VECTOR(uint16_t, 16, u16x16);
 VECTOR(uint16_t, 8, u16x8);
 VECTOR(int8_t, 16, i8x16);
-VECTOR(uint8_t, 16, u8x16);
+VECTOR(int8_t, 32, i8x32);
+VECTOR(uint8_t, 32, u8x32);
 
 template <class V, class T>
 inline V load(const T* p) {
@@ -89,25 +92,30 @@ inline V keep(V v) {
 }
 
 // Integers to twice their width (GCC 12 makes five instructions of __builtin_convertvector here), and the products of
-// int16 pairs, neighbours added: exact as long as not all four are -32768.
+// int16 pairs, or of uint8 and int8 pairs, neighbours added: the sum of two must fit.
 #ifdef __AVX2__
 inline i16x16 widen(i8x16 v) { return bits<i16x16>(_mm256_cvtepi8_epi16(bits<__m128i>(v))); }
-inline u16x16 widen(u8x16 v) { return bits<u16x16>(_mm256_cvtepu8_epi16(bits<__m128i>(v))); }
 inline u32x8 widen(u16x8 v) { return bits<u32x8>(_mm256_cvtepu16_epi32(bits<__m128i>(v))); }
 inline i32x8 madd(i16x16 a, i16x16 b) {
   return bits<i32x8>(_mm256_madd_epi16(bits<__m256i>(a), bits<__m256i>(b)));
 }
+inline i16x16 madd(u8x32 a, i8x32 b) {
+  return bits<i16x16>(_mm256_maddubs_epi16(bits<__m256i>(a), bits<__m256i>(b)));
+}
 #else
 inline i16x16 widen(i8x16 v) { return __builtin_convertvector(v, i16x16); }
-inline u16x16 widen(u8x16 v) { return __builtin_convertvector(v, u16x16); }
 inline u32x8 widen(u16x8 v) { return __builtin_convertvector(v, u32x8); }
 inline i32x8 madd(i16x16 a, i16x16 b) {
   i32x8 x = bits<i32x8>(a), y = bits<i32x8>(b);
   return (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
 }
+inline i16x16 madd(u8x32 a, i8x32 b) {
+  i16x16 x = bits<i16x16>(a), y = bits<i16x16>(b);
+  return (x & 0xff) * (y << 8 >> 8) + (x >> 8 & 0xff) * (y >> 8);
+}
 #endif
 
-// How a stored weight becomes a number to compute with: exactly, as float32 or as int16.
+// How a stored weight becomes float32: exactly.
 struct F32 {
   using type = float;
   using stored = f32x8;
@@ -131,17 +139,6 @@ struct F16 {
 #endif
   }
 };
-struct I8 {
-  using type = int8_t;
-  using stored = i8x16;
-  static i16x16 value(i8x16 v) { return widen(v); }
-};
-struct I16 {
-  using type = int16_t;
-  using stored = i16x16;
-  static i16x16 value(i16x16 v) { return v; }
-};
-
 inline f32x4 fold(f32x8 v) {
   f32x4 half[2];
   std::memcpy(half, &v, sizeof v);
@@ -254,8 +251,8 @@ Tensor silu_mul(const Tensor& x_) {
 
 // ------------------------------------------------------------------------------------------------------------ linear
 
+constexpr int STRIP = 6;       // at most so many rows of x in a tile; more are strips, one after the other
 constexpr int64_t BLOCK = 24;  // weight rows handled together: they stay in the cache while the rows of x pass by
-constexpr int64_t MANY = 9;    // from so many rows of x on, a block's weights are widened once, beforehand
 
 // y [M, N] = x [M, K] W^T + bias + residual, for a W of any kind.
 struct Work {
@@ -267,101 +264,91 @@ struct Work {
 
 // A layer's input may be the RMS norm or the silu_mul of x, and a residual be added to its output: done here, a decode
 // step makes 150 calls in its layers and not 300.
-Work start(const Tensor& x, const Tensor& weight, int64_t K, const OptTensor& bias, const OptTensor& norm, double eps,
-           bool gated, const OptTensor& residual) {
-  TORCH_CHECK(weight.dim() == 2 && K > 0 && weight.is_contiguous(), "onepass: weight must be contiguous [N, K], not ",
-              weight.sizes(), " with strides ", weight.strides());
-  Tensor input = rows_of(gated ? silu_mul(x) : norm ? rms_norm(x, *norm, eps) : x, K), y = like(input, weight.size(0));
-  return {input.numel() / K, weight.size(0), K, input.const_data_ptr<float>(),
-          data<float>(bias, "bias", at::kFloat, {weight.size(0)}), data<float>(residual, "residual", at::kFloat, y.sizes()),
-          y.mutable_data_ptr<float>(), input, y};
+Work start(const Tensor& x, int64_t N, int64_t K, const OptTensor& bias, const OptTensor& norm, double eps, bool gated,
+           const OptTensor& residual) {
+  Tensor input = rows_of(gated ? silu_mul(x) : norm ? rms_norm(x, *norm, eps) : x, K), y = like(input, N);
+  return {input.numel() / K, N, K, input.const_data_ptr<float>(), data<float>(bias, "bias", at::kFloat, {N}),
+          data<float>(residual, "residual", at::kFloat, y.sizes()), y.mutable_data_ptr<float>(), input, y};
 }
 
-// f(n0, n1) for blocks of weight rows, over the threads.
+// f(n0, n1) for blocks of `size` weight rows, over the threads; if they need not be small, one block for each thread.
 template <class F>
-void over_blocks(const Work& work, F f) {
-  int64_t grain = std::max<int64_t>(1, 64000 / (work.M * work.K * BLOCK + 1));
-  at::parallel_for(0, (work.N + BLOCK - 1) / BLOCK, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; b++) f(b * BLOCK, std::min(work.N, (b + 1) * BLOCK));
+void over_blocks(const Work& work, int64_t size, bool small, F f) {
+  int64_t grain = std::max<int64_t>(1, 64000 / (work.M * work.K * size + 1));
+  at::parallel_for(0, (work.N + size - 1) / size, grain, [&](int64_t begin, int64_t end) {
+    const int64_t step = small ? 1 : end - begin;
+    for (int64_t b = begin; b < end; b += step) f(b * size, std::min(work.N, (b + step) * size));
   });
 }
 
-// f(M, N, m, n) for tiles of M x N, both compile-time constants, that cover rows x columns. WIDTHS: the N for M = 1 .. 6.
-template <int... WIDTHS, class F>
-inline void for_tiles(int64_t rows, int64_t columns, F f) {
-  auto strip = [&](auto M, int64_t m) {
-    constexpr int widths[] = {WIDTHS...};
-    constexpr int N = widths[M - 1];
-    int64_t n = 0;
-    for (; n + N <= columns; n += N) f(M, Int<N>(), m, n);
-    for (; n < columns; n++)
-      for (int i = 0; i < M; i++) f(Int<1>(), Int<1>(), m + i, n);
-  };
-  int64_t m = 0;
-  for (; m + 6 <= rows; m += 6) strip(Int<6>(), m);
-  switch (rows - m) {
-    case 1: return strip(Int<1>(), m);
-    case 2: return strip(Int<2>(), m);
-    case 3: return strip(Int<3>(), m);
-    case 4: return strip(Int<4>(), m);
-    case 5: return strip(Int<5>(), m);
+// f(at), where at[0 .. N-1] are places of N streams that together cover 0 .. count - 1. A core reads four streams of
+// memory that lie far apart half as fast again as a single one. Where N does not divide, the last streams overlap.
+template <int N, class F>
+inline void over_streams(int64_t count, F f) {
+  const int64_t length = (count + N - 1) / N;
+  for (int64_t i = 0; i < length; i++) {
+    int64_t at[N];
+    for (int n = 0; n < N; n++) at[n] = std::min(n * length, count - length) + i;
+    f(at);
   }
 }
 
-// Weight rows are short and N of them are read side by side, which hides from the processor that memory is read in
-// order: without this int8 layers take twice as long. Reads 4 kB ahead.
-template <int N, class T>
-inline void prefetch(const T* w, int64_t done, int64_t bytes_per_step) {
-  const char* p = (const char*)w + done * N * sizeof(T) + 16384;
-  for (int64_t i = 0; i < N * bytes_per_step; i += 64) __builtin_prefetch(p + i);
-}
-
-// Sums up a tile and stores it: y[m][n] = scale(sum, m, n) + bias + residual.
-template <int M, int N, class F>
-inline void finish(const f32x8 (&acc)[M][N], const Work& work, int64_t m0, int64_t n0, F scale) {
-  float s[M * N];
-  sums<M * N>(&acc[0][0], s);
-  for (int m = 0; m < M; m++)
-    for (int n = 0; n < N; n++) {
-      int64_t at = (m0 + m) * work.N + n0 + n;
-      float v = scale(s[m * N + n], m0 + m, n0 + n) + (work.bias ? work.bias[n0 + n] : 0.0f);
-      work.y[at] = v + (work.residual ? work.residual[at] : 0.0f);
-    }
+// f(M, m) for strips of M rows, a compile-time constant.
+template <class F>
+inline void for_rows(int64_t rows, F f) {
+  int64_t m = 0;
+  for (; m + STRIP <= rows; m += STRIP) f(Int<STRIP>(), m);
+  switch (rows - m) {
+    case 1: return f(Int<1>(), m);
+    case 2: return f(Int<2>(), m);
+    case 3: return f(Int<3>(), m);
+    case 4: return f(Int<4>(), m);
+    case 5: return f(Int<5>(), m);
+  }
 }
 
 // The functions that hold a loop over K are not inlined: on its own, each gets its registers allocated well.
 template <int M, int N, class W>
-__attribute__((noinline)) void tile_float(const Work& work, int64_t m0, int64_t n0, const typename W::type* w) {
+__attribute__((noinline)) void tile_float(const Work& work, int64_t m0, int64_t n0, const int64_t (&at)[N],
+                                          const typename W::type* block) {
   const int64_t K = work.K;
   const float* x = work.x + m0 * K;
+  const typename W::type* w[N];
+  for (int n = 0; n < N; n++) w[n] = block + at[n] * K;
   f32x8 acc[M][N] = {};
   for (int64_t k = 0; k < K; k += 8) {
     f32x8 wv[N];
-    prefetch<N>(w, k, sizeof(typename W::stored));
-    for (int n = 0; n < N; n++) wv[n] = W::value(load<typename W::stored>(w + n * K + k));
+    for (int n = 0; n < N; n++) wv[n] = W::value(load<typename W::stored>(w[n] + k));
     for (int m = 0; m < M; m++) {
       f32x8 xv = keep(load<f32x8>(x + m * K + k));
       for (int n = 0; n < N; n++) acc[m][n] = fma(xv, wv[n], acc[m][n]);
     }
   }
-  finish(acc, work, m0, n0, [](float s, int64_t, int64_t) { return s; });
+  float s[M * N];
+  sums<M * N>(&acc[0][0], s);
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < N; n++) {
+      int64_t column = n0 + at[n], to = (m0 + m) * work.N + column;
+      float v = s[m * N + n] + (work.bias ? work.bias[column] : 0.0f);
+      work.y[to] = v + (work.residual ? work.residual[to] : 0.0f);
+    }
 }
 
 // Columns n0 .. n1 from weight rows that begin at w.
 template <class W>
 void multiply_float(const Work& work, int64_t n0, int64_t n1, const typename W::type* w) {
-  for_tiles<4, 4, 3, 3, 2, 2>(work.M, n1 - n0, [&](auto M, auto N, int64_t m, int64_t n) {
-    tile_float<M, N, W>(work, m, n0 + n, w + n * work.K);
+  for_rows(work.M, [&](auto M, int64_t m) {
+    constexpr int widths[] = {4, 4, 3, 3, 2, 2}, N = widths[M - 1];
+    over_streams<N>(n1 - n0, [&](const int64_t (&at)[N]) { tile_float<M, N, W>(work, m, n0, at, w); });
   });
 }
 
-// Copies rows of K weights, widened, to rows of ld that end in zeros.
-template <class W, class T>
-T* widen_rows(const typename W::type* w, int64_t rows, int64_t K, int64_t ld) {
-  T* wide = scratch<T>(BLOCK * ld);
-  constexpr int64_t step = sizeof(f32x8) / sizeof(T);
+// Copies rows of K weights, no multiple of 8, as float32 to rows of ld that end in zeros.
+template <class W>
+float* widen_rows(const typename W::type* w, int64_t rows, int64_t K, int64_t ld) {
+  float* wide = scratch<float>(BLOCK * ld);
   for (int64_t n = 0; n < rows; n++)
-    for (int64_t k = 0; k < K; k += step) store(wide + n * ld + k, W::value(load<typename W::stored>(w + n * K + k, K - k)));
+    for (int64_t k = 0; k < K; k += 8) store(wide + n * ld + k, W::value(load<typename W::stored>(w + n * K + k, K - k)));
   return wide;
 }
 
@@ -372,17 +359,18 @@ Tensor run_float(Work work, const void* weight) {
   std::vector<float> padded(ld == K ? 0 : work.M * ld);
   for (int64_t m = 0; ld != K && m < work.M; m++) std::copy_n(work.x + m * K, K, &padded[m * ld]);
   if (ld != K) work.x = padded.data(), work.K = ld;
-  bool as_stored = ld == K && (work.M < MANY || std::is_same_v<W, F32>);
-  over_blocks(work, [&](int64_t n0, int64_t n1) {
-    if (as_stored) multiply_float<W>(work, n0, n1, w + n0 * K);
-    else multiply_float<F32>(work, n0, n1, widen_rows<W, float>(w + n0 * K, n1 - n0, K, ld));
+  over_blocks(work, BLOCK, work.M > STRIP || ld != K, [&](int64_t n0, int64_t n1) {
+    if (ld == K) multiply_float<W>(work, n0, n1, w + n0 * K);
+    else multiply_float<F32>(work, n0, n1, widen_rows<W>(w + n0 * K, n1 - n0, K, ld));
   });
   return work.output;
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias, const OptTensor& norm, double eps, bool gated,
               const OptTensor& residual) {
-  Work work = start(x, weight, weight.size(-1), bias, norm, eps, gated, residual);
+  TORCH_CHECK(weight.dim() == 2 && weight.numel() > 0 && weight.is_contiguous(),
+              "onepass: weight must be contiguous [N, K], not ", weight.sizes(), " with strides ", weight.strides());
+  Work work = start(x, weight.size(0), weight.size(1), bias, norm, eps, gated, residual);
   if (weight.scalar_type() == at::kFloat) return run_float<F32>(work, weight.const_data_ptr());
   if (weight.scalar_type() == at::kBFloat16) return run_float<BF16>(work, weight.const_data_ptr());
   TORCH_CHECK(weight.scalar_type() == at::kHalf, "onepass: weight must be float32, bfloat16 or float16, not ",
@@ -392,17 +380,25 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias, cons
 
 // ------------------------------------------------------------------------------------ linear layers of integer weights
 
-// x as int16: row m is q[m] * scale[m], padded with zeros to ld, a multiple of 16. For int4, `sums` has the sum of each
-// group of q, padded with zeros to groups_ld, a multiple of 8.
+// Integer weights come in panels of 8 rows (kernels.int8_panels and int4_panels). What the rows have in the same columns
+// lies side by side: a vector's lanes are rows, so that nothing is added across lanes.
+
+constexpr int64_t PANEL = 8;
+
+// x as integers: row m is q[m] * scale[m], with q padded with zeros to ld. int4 takes q in two bytes, q = 256 * high + low,
+// and `sums`, the sum of each group of q.
 struct Quantized {
-  int64_t ld, groups_ld;
+  int64_t ld, groups;
   std::vector<int16_t> q;
+  std::vector<int8_t> high, low;
   std::vector<float> scale, sums;
 };
 
 Quantized quantize(const Work& work, int64_t groups) {
-  const int64_t M = work.M, K = work.K, ld = (K + 15) / 16 * 16, groups_ld = (groups + 7) / 8 * 8;
-  Quantized r{ld, groups_ld, std::vector<int16_t>(M * ld), std::vector<float>(M), std::vector<float>(M * groups_ld)};
+  const int64_t M = work.M, K = work.K, ld = (K + 15) / 16 * 16;
+  Quantized r{ld, groups};
+  r.q.resize(M * ld), r.scale.resize(M), r.sums.resize(M * groups);
+  if (groups) r.high.resize(M * ld), r.low.resize(M * ld);
   over_rows(M, K, [&](int64_t m) {
     const float* x = work.x + m * K;
     int16_t* q = &r.q[m * ld];
@@ -412,10 +408,10 @@ Quantized quantize(const Work& work, int64_t groups) {
       largest = size > largest ? size : largest;
       zero += v * 0.0f;
     }
-    float top = *std::max_element((float*)&largest, (float*)&largest + 8);
+    const float top = *std::max_element((float*)&largest, (float*)&largest + 8), most = 32639;  // 127 * 256 + 127
     bool usable = top > 1e-30f && top < INFINITY;
-    r.scale[m] = (usable ? top / 32767.0f : 0.0f) + sum(zero);
-    const f32x8 inverse = splat(usable ? 32767.0f / top : 0.0f);
+    r.scale[m] = (usable ? top / most : 0.0f) + sum(zero);
+    const f32x8 inverse = splat(usable ? most / top : 0.0f);
     for (int64_t k = 0; k < ld; k += 8) {
       // With 1.5 * 2^23 added, the low 16 bits of a float are the integer nearest to what it was.
       u32x8 v = bits<u32x8>(fma(load<f32x8>(x + k, K - k), inverse, splat(0x1.8p23f)));
@@ -423,116 +419,139 @@ Quantized quantize(const Work& work, int64_t groups) {
     }
     for (int64_t g = 0; g < groups; g++) {
       i32x8 s{};
-      for (int64_t k = g * (K / groups); k < (g + 1) * (K / groups); k += 16) s += madd(load<i16x16>(q + k), i16x16{} + 1);
-      r.sums[m * groups_ld + g] = sum(__builtin_convertvector(s, f32x8));  // exact: below 2^24
+      for (int64_t k = g * (K / groups); k < (g + 1) * (K / groups); k += 16) {
+        i16x16 v = load<i16x16>(q + k);
+        s += madd(v, i16x16{} + 1);
+        store(&r.high[m * ld + k], __builtin_convertvector((v + 128) >> 8, i8x16));
+        store(&r.low[m * ld + k], __builtin_convertvector(v, i8x16));
+      }
+      r.sums[m * groups + g] = sum(__builtin_convertvector(s, f32x8));  // exact: below 2^24
     }
   });
   return r;
 }
 
-// int32 sums of at most 2 * 128 * 32767 * 128 < 2^31, then float32.
-template <int M, int N, class W>
-__attribute__((noinline)) void tile_int8(const Work& work, const Quantized& r, int64_t m0, int64_t n0,
-                                         const typename W::type* w, const float* scales) {
+// Four bytes of x, for every row of a panel.
+template <class V, class T>
+inline V four(const T* p) {
+  return bits<V>(i32x8{} + load<int32_t>(p));
+}
+
+// The products of P panels, that begin at w[0 .. P-1], and M rows of x. int8: two weights of each row side by side.
+template <int M, int P>
+__attribute__((noinline)) void multiply_int8(const Quantized& r, int64_t m0, const char* const (&w)[P], int64_t K,
+                                             f32x8 (&y)[M][P]) {
   const int16_t* x = &r.q[m0 * r.ld];
-  f32x8 acc[M][N] = {};
-  for (int64_t k0 = 0; k0 < r.ld; k0 += 2048) {
-    i32x8 part[M][N] = {};
-    for (int64_t k = k0; k < std::min(r.ld, k0 + 2048); k += 16) {
-      i16x16 wv[N];
-      prefetch<N>(w, k, sizeof(typename W::stored));
-      for (int n = 0; n < N; n++) wv[n] = W::value(load<typename W::stored>(w + n * r.ld + k));
+  for (int64_t k0 = 0; k0 < K; k0 += 512) {  // int32 sums of at most 512 * 128 * 32639 < 2^31
+    const int64_t k1 = std::min(K, k0 + 512);
+    i32x8 part[M][P] = {};
+    for (int64_t k = k0; k < k1; k += 2) {
+      i16x16 wv[P];
+      for (int p = 0; p < P; p++) wv[p] = widen(load<i8x16>(w[p] + k * PANEL));
       for (int m = 0; m < M; m++) {
-        i16x16 xv = keep(load<i16x16>(x + m * r.ld + k));
-        for (int n = 0; n < N; n++) part[m][n] += madd(xv, wv[n]);
+        i16x16 xv = keep(four<i16x16>(x + m * r.ld + k));
+        for (int p = 0; p < P; p++) part[m][p] += madd(wv[p], xv);
       }
     }
     for (int m = 0; m < M; m++)
-      for (int n = 0; n < N; n++) acc[m][n] += __builtin_convertvector(part[m][n], f32x8);
+      for (int p = 0; p < P; p++) y[m][p] += __builtin_convertvector(part[m][p], f32x8);
   }
-  finish(acc, work, m0, n0, [&](float s, int64_t m, int64_t n) { return s * (r.scale[m] * scales[n]); });
 }
 
-Tensor linear_int8(const Tensor& x, const Tensor& weight, const Tensor& scales, const OptTensor& bias,
+// int4: of 32 weights of each row first 16 bytes, four of each row side by side, the low nibbles weights 0 .. 15 and the
+// high ones 16 .. 31; after a group 8 scales and 8 mins. Of w = q * scale + min the second term needs only x's sum.
+template <int M, int P>
+__attribute__((noinline)) void multiply_int4(const Quantized& r, int64_t m0, const char* const (&panels)[P], int64_t K,
+                                             f32x8 (&y)[M][P]) {
+  constexpr int Q = M == 1 ? P : M == 2 ? 2 : 1;  // panels that share what is read of x
+  const int64_t group = K / r.groups, bytes = (group / 2 + 4) * PANEL;
+  for (int64_t g = 0; g < r.groups; g++)
+    for (int p = 0; p < P; p += Q) {
+      const char* w[Q];
+      for (int q = 0; q < Q; q++) w[q] = panels[p + q] + g * bytes;
+      i32x8 part[M][Q] = {};
+      for (int64_t k = g * group; k < (g + 1) * group; k += 32) {
+        i16x16 upper[M][Q] = {}, lower[M][Q] = {};  // sums of at most 16 * 15 * 128 < 2^15
+#pragma GCC unroll 1
+        for (int i = 0; i < 16; i += 4) {
+          u8x32 low[Q], high[Q];
+          for (int q = 0; q < Q; q++) {
+            u8x32 v = load<u8x32>(w[q] + i * PANEL);
+            low[q] = v & 15;
+            high[q] = bits<u8x32>(bits<u16x16>(v) >> 4) & 15;
+          }
+          for (int m = 0; m < M; m++) {
+            const int8_t *h = &r.high[(m0 + m) * r.ld + k + i], *l = &r.low[(m0 + m) * r.ld + k + i];
+            for (int q = 0; q < Q; q++) {
+              upper[m][q] += madd(low[q], four<i8x32>(h)) + madd(high[q], four<i8x32>(h + 16));
+              lower[m][q] += madd(low[q], four<i8x32>(l)) + madd(high[q], four<i8x32>(l + 16));
+            }
+          }
+        }
+        for (int q = 0; q < Q; q++) {
+          w[q] += 16 * PANEL;
+          for (int m = 0; m < M; m++) part[m][q] += madd(upper[m][q], i16x16{} + 256) + madd(lower[m][q], i16x16{} + 1);
+        }
+      }
+      for (int q = 0; q < Q; q++) {
+        f32x8 scale = F16::value(load<u16x8>(w[q])), min = F16::value(load<u16x8>(w[q] + 2 * PANEL));
+        for (int m = 0; m < M; m++) {
+          f32x8 product = fma(__builtin_convertvector(part[m][q], f32x8), scale, y[m][p + q]);
+          y[m][p + q] = fma(splat(r.sums[(m0 + m) * r.groups + g]), min, product);
+        }
+      }
+    }
+}
+
+// y = multiply(panels, x) * scales + bias + residual, `WIDE` panels at a time, or `NARROW` ones for more than 3 rows of x;
+// the `scales` of weight rows may be null.
+template <int WIDE, int NARROW, class F>
+Tensor over_panels(const Work& work, const Quantized& r, const Tensor& panels, const float* scales, F multiply) {
+  const char* weights = (const char*)panels.const_data_ptr();
+  const int64_t bytes = panels.nbytes() / panels.size(0);
+  over_blocks(work, 4 * PANEL, work.M > STRIP, [&](int64_t n0, int64_t n1) {
+    for_rows(work.M, [&](auto M, int64_t m0) {
+      constexpr int P = M <= 3 ? WIDE : NARROW;
+      over_streams<P>((n1 - n0 + PANEL - 1) / PANEL, [&](const int64_t (&at)[P]) {
+        const char* w[P];
+        for (int p = 0; p < P; p++) w[p] = weights + (n0 / PANEL + at[p]) * bytes;
+        f32x8 sums[M][P] = {};
+        multiply(m0, w, sums);
+        for (int m = 0; m < M; m++)
+          for (int p = 0; p < P; p++) {
+            const int64_t n = n0 + at[p] * PANEL, to = (m0 + m) * work.N + n, left = work.N - n;
+            f32x8 scale = splat(r.scale[m0 + m]), v = sums[m][p] * (scales ? scale * load<f32x8>(scales + n, left) : scale);
+            if (work.bias) v += load<f32x8>(work.bias + n, left);
+            if (work.residual) v += load<f32x8>(work.residual + to, left);
+            if (left >= PANEL) store(work.y + to, v);
+            else std::memcpy(work.y + to, &v, left * sizeof(float));
+          }
+      });
+    });
+  });
+  return work.output;
+}
+
+Tensor linear_int8(const Tensor& x, const Tensor& panels, const Tensor& scales, const OptTensor& bias,
                    const OptTensor& norm, double eps, bool gated, const OptTensor& residual) {
-  Work work = start(x, weight, weight.size(-1), bias, norm, eps, gated, residual);
-  const int8_t* w = data<int8_t>(weight, "weight", at::kChar, {work.N, work.K});
-  const float* scale = data<float>(scales, "scales", at::kFloat, {work.N});
+  const int64_t N = scales.numel(), K = x.size(-1) / (gated ? 2 : 1), pairs = (K + 1) / 2;
+  data<int8_t>(panels, "panels", at::kChar, {(N + PANEL - 1) / PANEL, pairs, PANEL, 2});
+  Work work = start(x, N, K, bias, norm, eps, gated, residual);
   const Quantized r = quantize(work, 0);
-  over_blocks(work, [&](int64_t n0, int64_t n1) {
-    auto multiply = [&](auto W, const auto* from) {
-      for_tiles<4, 4, 3, 3, 2, 2>(work.M, n1 - n0, [&](auto M, auto N, int64_t m, int64_t n) {
-        tile_int8<M, N, decltype(W)>(work, r, m, n0 + n, from + n * r.ld, scale);
-      });
-    };
-    if (work.M < MANY && r.ld == work.K) multiply(I8(), w + n0 * work.K);
-    else multiply(I16(), widen_rows<I8, int16_t>(w + n0 * work.K, n1 - n0, work.K, r.ld));
-  });
-  return work.output;
+  const float* scale = data<float>(scales, "scales", at::kFloat, {N});
+  return over_panels<4, 2>(work, r, panels, scale, [&](int64_t m, auto& w, auto& y) { multiply_int8(r, m, w, K, y); });
 }
 
-// 32 weights are 16 bytes: weights 0 .. 15 the low nibbles, 16 .. 31 the high ones. Of a group's w = q * scale + min the
-// second term needs only the sum of the group's x. `last` masks the lanes of a row's last eight mins that are its own.
-// G: blocks of 32 weights in a group, or 0 for a number known at run time.
-template <int M, int N, int G>
-__attribute__((noinline)) void tile_int4(const Work& work, const Quantized& r, int64_t m0, int64_t n0, const uint8_t* w,
-                                         int64_t groups, const float* scales, const uint16_t* mins, u32x8 last) {
-  const int64_t K = work.K, group = 32 * (G ? G : K / groups / 32);
-  const int16_t* x = &r.q[m0 * r.ld];
-  f32x8 acc[M][N] = {};
-  for (int64_t g = 0; g < groups; g++) {
-    i32x8 part[M][N] = {};
-    for (int64_t k = g * group; k < (g + 1) * group; k += 32) {
-      i16x16 low[N], high[N];
-      prefetch<N>(w, k >> 1, 16);
-      for (int n = 0; n < N; n++) {
-        u16x16 pairs = widen(load<u8x16>(w + n * (K >> 1) + (k >> 1)));
-        low[n] = bits<i16x16>(pairs & 15);
-        high[n] = bits<i16x16>(pairs >> 4);
-      }
-      for (int m = 0; m < M; m++) {
-        i16x16 x0 = load<i16x16>(x + m * r.ld + k), x1 = load<i16x16>(x + m * r.ld + k + 16);
-        for (int n = 0; n < N; n++) part[m][n] += madd(x0, low[n]) + madd(x1, high[n]);
-      }
-    }
-    for (int n = 0; n < N; n++) {
-      f32x8 scale = splat(scales[n * groups + g]);
-      for (int m = 0; m < M; m++) acc[m][n] = fma(__builtin_convertvector(part[m][n], f32x8), scale, acc[m][n]);
-    }
-  }
-  for (int64_t g = 0; g < groups; g += 8)
-    for (int n = 0; n < N; n++) {
-      const uint16_t* p = mins + n * groups + g;  // reads on into the next row's, which only the last one lacks
-      f32x8 some = F16::value(n0 + n + 1 < work.N ? load<u16x8>(p) : load<u16x8>(p, groups - g));
-      f32x8 min = g + 8 < groups ? some : bits<f32x8>(bits<u32x8>(some) & last);
-      for (int m = 0; m < M; m++) acc[m][n] = fma(load<f32x8>(&r.sums[(m0 + m) * r.groups_ld + g]), min, acc[m][n]);
-    }
-  finish(acc, work, m0, n0, [&](float s, int64_t m, int64_t) { return s * r.scale[m]; });
-}
-
-Tensor linear_int4(const Tensor& x, const Tensor& weight, const Tensor& scales, const Tensor& mins, const OptTensor& bias,
-                   const OptTensor& norm, double eps, bool gated, const OptTensor& residual) {
-  Work work = start(x, weight, 2 * weight.size(-1), bias, norm, eps, gated, residual);
-  const int64_t N = work.N, K = work.K, groups = scales.size(-1), group = groups ? K / groups : 0;
-  TORCH_CHECK((group == 32 || group == 64 || group == 128) && group * groups == K,
-              "onepass: the int4 group size must be 32, 64 or 128, not ", group, " (", K, " weights, ", groups, " scales)");
-  const uint8_t* w = data<uint8_t>(weight, "weight", at::kByte, {N, K / 2});
-  const uint16_t* halves[] = {data<uint16_t>(scales, "scales", at::kHalf, {N, groups}),
-                              data<uint16_t>(mins, "mins", at::kHalf, {N, groups})};
-  const u32x8 lanes = {0, 1, 2, 3, 4, 5, 6, 7}, last = bits<u32x8>(lanes <= (uint32_t)((groups - 1) % 8));
+Tensor linear_int4(const Tensor& x, const Tensor& panels, int64_t N, const OptTensor& bias, const OptTensor& norm,
+                   double eps, bool gated, const OptTensor& residual) {
+  TORCH_CHECK(panels.dim() == 3, "onepass: panels must be int32 [panels, groups, words], not ", panels.sizes());
+  const int64_t groups = panels.size(1), words = panels.size(2), group = words - PANEL;
+  TORCH_CHECK((group == 32 || group == 64 || group == 128),
+              "onepass: the int4 group size must be 32, 64 or 128, not ", group);
+  data<int32_t>(panels, "panels", at::kInt, {(N + PANEL - 1) / PANEL, groups, words});
+  Work work = start(x, N, groups * group, bias, norm, eps, gated, residual);
   const Quantized r = quantize(work, groups);
-  over_blocks(work, [&](int64_t n0, int64_t n1) {
-    float* wide = scratch<float>(BLOCK * groups + 8);  // this block's scales as float32
-    for (int64_t i = 0, count = (n1 - n0) * groups; i < count; i += 8)
-      store(wide + i, F16::value(load<u16x8>(halves[0] + n0 * groups + i, count - i)));
-    auto multiply = [&](auto G) {
-      for_tiles<4, 2, 2, 1, 1, 1>(work.M, n1 - n0, [&](auto M, auto columns, int64_t m, int64_t n) {
-        tile_int4<M, columns, G>(work, r, m, n0 + n, w + (n0 + n) * K / 2, groups, wide + n * groups, halves[1] + (n0 + n) * groups, last);
-      });
-    };
-    group == 32 ? multiply(Int<1>()) : multiply(Int<0>());
-  });
-  return work.output;
+  return over_panels<4, 4>(work, r, panels, nullptr, [&](int64_t m, auto& w, auto& y) { multiply_int4(r, m, w, work.K, y); });
 }
 
 // --------------------------------------------------------------------------------------------------------- attention
@@ -657,7 +676,9 @@ Tensor attention(const Tensor& qkv_, const Tensor& rope, const Tensor& k_cache, 
     }
   });
   const int64_t chunks = (S + TOKENS - 1) / TOKENS;
-  at::parallel_for(0, B * Hkv * chunks, 1, [&](int64_t begin, int64_t end) {
+  // A task of fewer products than this is not worth a second thread's start.
+  const int64_t most = *std::max_element(pos, pos + B * S), grain = std::max<int64_t>(1, 100000 / (2 * G * std::min(S, TOKENS) * D * (most + 1)));
+  at::parallel_for(0, B * Hkv * chunks, grain, [&](int64_t begin, int64_t end) {
     std::vector<float> q(TOKENS * G * D), result(TOKENS * G * D);
     std::vector<int64_t> limits(TOKENS * G);
     for (int64_t task = begin; task < end; task++) {
@@ -680,26 +701,43 @@ Tensor attention(const Tensor& qkv_, const Tensor& rope, const Tensor& k_cache, 
 
 // All blocks of a model: the operators above, in the order in which model.py has them. What each call from Python costs
 // beside its work adds up to a quarter of a step, since by then the weights have driven Python out of the processor's
-// cache. `parts` has, block after block, the 22 tensors that `kernels.blocks` describes.
-Tensor blocks(const Tensor& x, const Tensor& rope, const Tensor& input_pos, const c10::List<OptTensor>& parts, double eps) {
-  constexpr int64_t PARTS = 22;
+// cache. `parts` has, block after block, the 18 tensors that `kernels.blocks` describes.
+Tensor all_blocks(const Tensor& x, const Tensor& rope, const Tensor& input_pos, const std::vector<OptTensor>& parts, double eps) {
+  constexpr int64_t PARTS = 18;
   TORCH_CHECK(parts.size() % PARTS == 0, "onepass: a block has ", PARTS, " parts; ", parts.size(), " are no multiple of it");
   Tensor y = x;
   for (int64_t at = 0; at < (int64_t)parts.size(); at += PARTS) {
-    auto part = [&](int64_t i) -> OptTensor { return parts.get(at + i); };
+    const OptTensor* part = &parts[at];
     auto layer = [&](int64_t i, const Tensor& x, const OptTensor& norm, bool gated, const OptTensor& residual) {
-      Tensor weight = part(i).value();
-      OptTensor scales = part(i + 1), mins = part(i + 2), bias = part(i + 3);
-      if (mins) return linear_int4(x, weight, scales.value(), *mins, bias, norm, eps, gated, residual);
+      const Tensor& weight = part[i].value();
+      const OptTensor &scales = part[i + 1], &bias = part[i + 2];
       if (scales) return linear_int8(x, weight, *scales, bias, norm, eps, gated, residual);
+      if (weight.scalar_type() == at::kInt)
+        return linear_int4(x, weight, PANEL * weight.size(0), bias, norm, eps, gated, residual);
       return linear(x, weight, bias, norm, eps, gated, residual);
     };
-    Tensor qkv = layer(6, y, part(2), false, {});
-    Tensor mixed = attention(qkv, rope, part(0).value(), part(1).value(), input_pos, part(4), part(5), eps);
-    y = layer(10, mixed, {}, false, y);
-    y = layer(18, layer(14, y, part(3), false, {}), {}, true, y);
+    Tensor qkv = layer(6, y, part[2], false, {});
+    Tensor mixed = attention(qkv, rope, part[0].value(), part[1].value(), input_pos, part[4], part[5], eps);
+    y = layer(9, mixed, {}, false, y);
+    y = layer(15, layer(12, y, part[3], false, {}), {}, true, y);
   }
   return y;
+}
+
+Tensor blocks(const Tensor& x, const Tensor& rope, const Tensor& input_pos, const c10::List<OptTensor>& parts, double eps) {
+  return all_blocks(x, rope, input_pos, parts.vec(), eps);
+}
+
+// The same with parts that were handed over once, and are called by a number since.
+std::map<int64_t, std::vector<OptTensor>> held;
+
+void hold(int64_t number, const c10::List<OptTensor>& parts) { held[number] = parts.vec(); }
+
+void release(int64_t number) { held.erase(number); }
+
+Tensor held_blocks(const Tensor& x, const Tensor& rope, const Tensor& input_pos, int64_t number, double eps) {
+  TORCH_CHECK(held.count(number), "onepass: no blocks are held under ", number);
+  return all_blocks(x, rope, input_pos, held[number], eps);
 }
 
 }  // namespace
@@ -711,14 +749,16 @@ Tensor blocks(const Tensor& x, const Tensor& rope, const Tensor& input_pos, cons
 #define AROUND "Tensor? bias, Tensor? norm, float eps, bool gated, Tensor? residual) -> Tensor"
 TORCH_LIBRARY(onepass, m) {
   m.def("linear(Tensor x, Tensor weight, " AROUND);
-  m.def("linear_int8(Tensor x, Tensor weight, Tensor scales, " AROUND);
-  m.def("linear_int4(Tensor x, Tensor weight, Tensor scales, Tensor mins, " AROUND);
+  m.def("linear_int8(Tensor x, Tensor panels, Tensor scales, " AROUND);
+  m.def("linear_int4(Tensor x, Tensor panels, int rows, " AROUND);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("silu_mul(Tensor x) -> Tensor");
   m.def("attention(Tensor qkv, Tensor rope, Tensor k_cache, Tensor v_cache, Tensor input_pos, Tensor? q_norm, "
         "Tensor? k_norm, float eps) -> Tensor");
   m.def("blocks(Tensor x, Tensor rope, Tensor input_pos, Tensor?[] parts, float eps) -> Tensor");
-  m.def("held_blocks(Tensor x, Tensor rope, Tensor input_pos, int number, float eps) -> Tensor");  // in kernels.py
+  m.def("held_blocks(Tensor x, Tensor rope, Tensor input_pos, int number, float eps) -> Tensor");
+  m.def("hold(int number, Tensor?[] parts) -> ()", hold);
+  m.def("release(int number) -> ()", release);
 }
 
 TORCH_LIBRARY_IMPL(onepass, CPU, m) {
@@ -729,4 +769,5 @@ TORCH_LIBRARY_IMPL(onepass, CPU, m) {
   m.impl("silu_mul", silu_mul);
   m.impl("attention", attention);
   m.impl("blocks", blocks);
+  m.impl("held_blocks", held_blocks);
 }

@@ -4,6 +4,9 @@ Each operator comes as a pair. `linear_reference`, `attention_reference`, … sa
 on CUDA and MPS, where torch.compile makes good kernels of them. `linear`, `attention`, … take the C++ operator instead
 when the tensors are on the CPU and `load()` has built the library. In C++ a row's result has the same bits whatever the
 number of rows in the call, which the matrix products behind F.linear do not promise.
+
+C++ reads integer weights in panels: 8 rows interleaved, in the order in which a core wants them. Weights are stored
+row by row, as the references have them; a layer's `pack` makes panels of them, once, after loading.
 """
 
 import contextlib
@@ -88,10 +91,51 @@ def dequantize_int4(weight: Tensor, scales: Tensor, mins: Tensor) -> Tensor:
 
 
 def linear_int4_reference(
-    x: Tensor, weight: Tensor, scales: Tensor, mins: Tensor, bias: Tensor | None = None, *around
+    x: Tensor, weight: Tensor, scales: Tensor, mins: Tensor, bias: Tensor | None = None, *around, **named
 ) -> Tensor:
-    """`linear_reference` with the weights of `dequantize_int4`; `around`: norm, eps, gated, residual."""
-    return linear_reference(x, dequantize_int4(weight, scales, mins), bias, *around)
+    """`linear_reference` with the weights of `dequantize_int4`; `around` and `named`: norm, eps, gated, residual."""
+    return linear_reference(x, dequantize_int4(weight, scales, mins), bias, *around, **named)
+
+
+PANEL = 8  # rows of weights that lie interleaved
+
+
+def _panels(rows: Tensor) -> Tensor:
+    """[N, ...] -> [N / 8 rounded up, ..., 8], filled up with zeros: what 8 rows have in one place lies together."""
+    missing = -rows.shape[0] % PANEL
+    rows = torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
+    return rows.unflatten(0, (-1, PANEL)).movedim(1, -1).clone(memory_format=torch.contiguous_format)
+
+
+def _rows(panels: Tensor, n: int) -> Tensor:
+    """The inverse of `_panels`, without what it filled up."""
+    return panels.movedim(-1, 1).flatten(0, 1)[:n]
+
+
+def int8_panels(weight: Tensor) -> Tensor:
+    """int8 [N, K] -> [N/8, K/2, 8, 2]: two columns of 8 rows, the next two, … (N and K rounded up)."""
+    if weight.shape[1] % 2:
+        weight = F.pad(weight, (0, 1))
+    return _panels(weight.contiguous().view(torch.int16)).view(torch.int8).unflatten(-1, (PANEL, 2))
+
+
+def int8_rows(panels: Tensor, n: int, k: int) -> Tensor:
+    """int8 [n, k] from its `int8_panels`."""
+    return _rows(panels.flatten(2).view(torch.int16), n).contiguous().view(torch.int8)[:, :k]
+
+
+def int4_panels(weight: Tensor, scales: Tensor, mins: Tensor) -> Tensor:
+    """uint8 [N, K/2] with scales and mins float16 [N, K/g] -> int32 [N/8, K/g, g + 8]: for each group four bytes of
+    8 rows, their next four, …, then 8 scales and 8 mins."""
+    words = _panels(weight.contiguous().view(torch.int32).unflatten(1, (scales.shape[1], -1))).flatten(2)
+    return torch.cat((words, *(_panels(each).view(torch.int32) for each in (scales, mins))), dim=2)
+
+
+def int4_rows(panels: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """weight, scales and mins of n rows from their `int4_panels`."""
+    words, scales, mins = panels.split((panels.shape[2] - PANEL, PANEL // 2, PANEL // 2), dim=2)
+    weight = _rows(words.unflatten(2, (-1, PANEL)), n).flatten(1).contiguous().view(torch.uint8)
+    return weight, *(_rows(each.contiguous().view(torch.float16), n) for each in (scales, mins))
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -165,6 +209,11 @@ def attention_reference(
 _native = False  # set by load(), cleared by disabled()
 
 
+def native(x: Tensor) -> bool:
+    """Whether operators on x run in C++."""
+    return _native and x.device.type == "cpu"
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -175,13 +224,13 @@ def linear(
     residual: Tensor | None = None,
 ) -> Tensor:
     """`linear_reference`, in C++ on the CPU."""
-    run = torch.ops.onepass.linear.default if _native and x.device.type == "cpu" else linear_reference
+    run = torch.ops.onepass.linear.default if native(x) else linear_reference
     return run(x, weight, bias, norm, eps, gated, residual)
 
 
 def linear_int8(
     x: Tensor,
-    weight: Tensor,
+    panels: Tensor,
     scales: Tensor,
     bias: Tensor | None = None,
     norm: Tensor | None = None,
@@ -189,37 +238,39 @@ def linear_int8(
     gated: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`linear_int8_reference`; in C++ the activations become int16, each row with a scale of its own."""
-    run = torch.ops.onepass.linear_int8.default if _native and x.device.type == "cpu" else linear_int8_reference
-    return run(x, weight, scales, bias, norm, eps, gated, residual)
+    """`linear_int8_reference` on `int8_panels`; in C++ the activations become int16, each row with its own scale."""
+    if native(x):
+        return torch.ops.onepass.linear_int8.default(x, panels, scales, bias, norm, eps, gated, residual)
+    weight = int8_rows(panels, scales.shape[0], x.shape[-1] // (2 if gated else 1))
+    return linear_int8_reference(x, weight, scales, bias, norm, eps, gated, residual)
 
 
 def linear_int4(
     x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    mins: Tensor,
+    panels: Tensor,
+    rows: int,
     bias: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 1e-6,
     gated: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`linear_int4_reference`; in C++ the activations become int16, each row with a scale of its own."""
-    run = torch.ops.onepass.linear_int4.default if _native and x.device.type == "cpu" else linear_int4_reference
-    return run(x, weight, scales, mins, bias, norm, eps, gated, residual)
+    """`linear_int4_reference` on the `int4_panels` of so many rows; in C++ as `linear_int8`."""
+    if native(x):
+        return torch.ops.onepass.linear_int4.default(x, panels, rows, bias, norm, eps, gated, residual)
+    return linear_int4_reference(x, *int4_rows(panels, rows), bias, norm, eps, gated, residual)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm_reference`, in C++ on the CPU."""
-    if _native and x.device.type == "cpu":
+    if native(x):
         return torch.ops.onepass.rms_norm.default(x, weight, eps)
     return rms_norm_reference(x, weight, eps)
 
 
 def silu_mul(x: Tensor) -> Tensor:
     """`silu_mul_reference`, in C++ on the CPU."""
-    if _native and x.device.type == "cpu":
+    if native(x):
         return torch.ops.onepass.silu_mul.default(x)
     return silu_mul_reference(x)
 
@@ -238,14 +289,14 @@ def attention(
 
     The C++ takes heads in vectors of 8; a head of, say, 100 (OpenLLaMA 3B) goes through the reference.
     """
-    if _native and qkv.device.type == "cpu" and k_cache.shape[-1] % 8 == 0:
+    if native(qkv) and k_cache.shape[-1] % 8 == 0:
         return torch.ops.onepass.attention.default(qkv, rope, k_cache, v_cache, input_pos, q_norm, k_norm, eps)
     return attention_reference(qkv, rope, k_cache, v_cache, input_pos, q_norm, k_norm, eps)
 
 
 def has_blocks(x: Tensor, head_dim: int) -> bool:
     """Whether `blocks` can run on x."""
-    return _native and x.device.type == "cpu" and head_dim % 8 == 0
+    return native(x) and head_dim % 8 == 0
 
 
 def blocks(x: Tensor, rope: Tensor, input_pos: Tensor, parts: Sequence[Tensor | None], eps: float) -> Tensor:
@@ -257,25 +308,25 @@ def blocks(x: Tensor, rope: Tensor, input_pos: Tensor, parts: Sequence[Tensor | 
     Args:
         x, rope, input_pos: as for `attention_reference`; x is the embedding.
         parts: for each block its k_cache, v_cache, norm before attention, norm before feed-forward, q_norm and k_norm,
-            then weight, scales, mins and bias of wqkv, wo, w13 and w2. None stands for what is not there.
+            then weight, scales and bias of wqkv, wo, w13 and w2, integer weights as panels, int4's scales in them. None
+            stands for what is not there.
         eps: of all norms.
     """
     return torch.ops.onepass.blocks.default(x, rope, input_pos, parts, eps)
 
 
-class Held(list):
-    """The `parts` of a model's blocks, under a number that stands for them in compiled code.
+class Held:
+    """The `parts` of a model's blocks, kept in C++ under a number that stands for them in compiled code.
 
-    To fetch hundreds of tensors from a model's modules, and to hand each to a compiled graph, takes a tenth of a step.
+    To fetch hundreds of tensors from a model's modules, and to hand them over, would take a tenth of a step.
     """
 
     numbers = itertools.count(1)
-    living: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
     def __init__(self, parts: Sequence[Tensor | None]):
-        super().__init__(parts)
         self.number = next(self.numbers)
-        self.living[self.number] = self
+        torch.ops.onepass.hold.default(self.number, parts)
+        weakref.finalize(self, torch.ops.onepass.release.default, self.number).atexit = False
 
 
 def held_blocks(x: Tensor, rope: Tensor, input_pos: Tensor, number: int, eps: float) -> Tensor:
@@ -311,7 +362,6 @@ def load() -> bool:
         _tried = True
         try:
             torch.ops.load_library(str(build()))
-            torch.library.impl("onepass::held_blocks", "CPU", _held_blocks)
             _register_fakes()
             _native = True
         except (OSError, RuntimeError, ValueError) as error:
@@ -352,16 +402,11 @@ def build() -> Path:
     return library
 
 
-def _held_blocks(x: Tensor, rope: Tensor, input_pos: Tensor, number: int, eps: float) -> Tensor:
-    return torch.ops.onepass.blocks.default(x, rope, input_pos, Held.living[number], eps)
-
-
 def _register_fakes() -> None:
     """Tells torch.compile the shapes that the operators return."""
-    for name in ("linear", "linear_int8", "linear_int4"):
-        torch.library.register_fake(f"onepass::{name}")(
-            lambda x, weight, *rest: x.new_empty(*x.shape[:-1], weight.shape[0])
-        )
+    torch.library.register_fake("onepass::linear")(lambda x, w, *rest: x.new_empty(*x.shape[:-1], w.shape[0]))
+    torch.library.register_fake("onepass::linear_int8")(lambda x, w, s, *rest: x.new_empty(*x.shape[:-1], s.shape[0]))
+    torch.library.register_fake("onepass::linear_int4")(lambda x, w, rows, *rest: x.new_empty(*x.shape[:-1], rows))
     torch.library.register_fake("onepass::rms_norm")(lambda x, weight, eps: x.new_empty(x.shape))
     for name in ("blocks", "held_blocks"):
         torch.library.register_fake(f"onepass::{name}")(lambda x, *rest: x.new_empty(x.shape))

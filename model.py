@@ -178,8 +178,8 @@ class Linear(nn.Linear):
         return kernels.linear(x, self.weight, self.bias, **around)
 
     def operands(self) -> tuple[Tensor | None, ...]:
-        """Weight, scales, mins and bias, for `kernels.blocks`."""
-        return self.weight, None, None, self.bias
+        """Weight, scales and bias, for `kernels.blocks`."""
+        return self.weight, None, self.bias
 
 
 class RMSNorm(nn.Module):
@@ -267,14 +267,15 @@ class TransformerBlock(nn.Module):
 
     def parts(self) -> list[Tensor | None] | None:
         """What `kernels.blocks` takes to do what `forward` does; None where a linear layer is more than its product (a
-        sum over processes, in tp.py) or has hooks."""
+        sum over processes, in tp.py), has hooks, or is not packed for it."""
         at, ff = self.attention, self.feed_forward
         norms = (self.attention_norm, self.ffn_norm, at.q_norm, at.k_norm)
         parts = [at.kv_cache.k, at.kv_cache.v, *(None if norm is None else norm.weight for norm in norms)]
         for layer in (at.wqkv, at.wo, ff.w13, ff.w2):
-            if not hasattr(layer, "operands") or layer._forward_pre_hooks or layer._forward_hooks:
+            operands = layer.operands() if hasattr(layer, "operands") else None
+            if operands is None or layer._forward_pre_hooks or layer._forward_hooks:
                 return None
-            parts += layer.operands()
+            parts += operands
         return parts
 
 
@@ -347,9 +348,9 @@ class Transformer(nn.Module):
     def check_positions(self, idx: Tensor, input_pos: Tensor) -> Tensor:
         """`input_pos` as [B, S]. Raises IndexError for one outside the cache (a GPU, not to be waited for, asserts)."""
         if not torch.compiler.is_compiling() and input_pos.device.type == "cpu":
-            for position in (int(input_pos.min()), int(input_pos.max())):
-                if not 0 <= position < self.max_seq_length:
-                    raise IndexError(f"position {position} is outside the cache, which has {self.max_seq_length}")
+            for position in (input_pos,) if input_pos.numel() == 1 else input_pos.aminmax():
+                if not 0 <= int(position) < self.max_seq_length:
+                    raise IndexError(f"position {int(position)} is outside the cache, which has {self.max_seq_length}")
         return input_pos.expand(idx.shape)
 
     def all_layers(self, x: Tensor, input_pos: Tensor) -> Tensor:

@@ -9,7 +9,7 @@
 
 A quantized checkpoint is one safetensors file beside the original. It holds everything that the model needs (embedding,
 norms and biases as they were), under the original's tensor names, layers unfused, so that any rank of any world size
-can slice its part. The layout is the same for every device; packing for a GPU's kernel happens after loading. How a
+can slice its part. The layout is the same for every device; packing for a device's kernel happens after loading. How a
 file was quantized, and of which model, stands in its metadata; its name means nothing.
 """
 
@@ -129,7 +129,7 @@ dequantize_int4 = kernels.dequantize_int4
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with `quantize_int8`'s weights."""
+    """A linear layer with `quantize_int8`'s weights, on a CPU in panels once they are there (see `pack`)."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False):
         super().__init__()
@@ -138,16 +138,23 @@ class Int8Linear(nn.Module):
         self.register_buffer("scales", torch.zeros(out_features, dtype=torch.float32))
         self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
 
-    def forward(self, x: Tensor, *around, **named) -> Tensor:
-        return kernels.linear_int8(x, self.weight, self.scales, self.bias, *around, **named)
+    def pack(self) -> None:
+        """Change to the layout of the C++ kernel, once, where that runs."""
+        if kernels.native(self.weight) and self.weight.dim() == 2:
+            self.weight = kernels.int8_panels(self.weight)
 
-    def operands(self) -> tuple[Tensor | None, ...]:
-        """Weight, scales, mins and bias, for `kernels.blocks`."""
-        return self.weight, self.scales, None, self.bias
+    def forward(self, x: Tensor, *around, **named) -> Tensor:
+        run = kernels.linear_int8_reference if self.weight.dim() == 2 else kernels.linear_int8
+        return run(x, self.weight, self.scales, self.bias, *around, **named)
+
+    def operands(self) -> tuple[Tensor | None, ...] | None:
+        """Weight, scales and bias, for `kernels.blocks`; None if not packed."""
+        return None if self.weight.dim() == 2 else (self.weight, self.scales, self.bias)
 
 
 class Int4Linear(nn.Module):
-    """A linear layer with `quantize_int4`'s weights, on a CUDA GPU in the layout of its kernel (see `pack`)."""
+    """A linear layer with `quantize_int4`'s weights, once they are there in the layout of the device's kernel (see
+    `pack`), which has the scales and minimums in the same tensor or in `scales_and_zeros`."""
 
     FEW_ROWS = 64  # from more rows on, a bfloat16 product with dequantized weights is faster than the int4 kernel
 
@@ -162,7 +169,11 @@ class Int4Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
 
     def pack(self) -> None:
-        """Change to the layout of `_weight_int4pack_mm`, once, where that kernel can run: on CUDA, Ampere or later."""
+        """Change, once, to the layout of the C++ kernel on a CPU, and on CUDA, Ampere or later, of
+        `_weight_int4pack_mm`, where that kernel can run."""
+        if kernels.native(self.weight) and self.scales is not None:
+            self.weight = kernels.int4_panels(self.weight, self.scales, self.mins)
+            self.scales = self.mins = None
         fits = self.weight.is_cuda and self.out_features % 8 == 0 and torch.version.hip is None
         if not fits or torch.cuda.get_device_capability(self.weight.device) < (8, 0):
             return
@@ -176,8 +187,10 @@ class Int4Linear(nn.Module):
         self.scales = self.mins = None
 
     def forward(self, x: Tensor, *around, **named) -> Tensor:
+        if self.scales is not None:
+            return kernels.linear_int4_reference(x, self.weight, self.scales, self.mins, self.bias, *around, **named)
         if self.scales_and_zeros is None:
-            return kernels.linear_int4(x, self.weight, self.scales, self.mins, self.bias, *around, **named)
+            return kernels.linear_int4(x, self.weight, self.out_features, self.bias, *around, **named)
         x, residual = linear_input(x, *around, **named)
         rows = x.reshape(-1, self.in_features).to(torch.bfloat16)
         if rows.shape[0] <= self.FEW_ROWS:
@@ -188,9 +201,10 @@ class Int4Linear(nn.Module):
         y = y if self.bias is None else y + self.bias
         return y if residual is None else y + residual
 
-    def operands(self) -> tuple[Tensor | None, ...]:
-        """Weight, scales, mins and bias, for `kernels.blocks`."""
-        return self.weight, self.scales, self.mins, self.bias
+    def operands(self) -> tuple[Tensor | None, ...] | None:
+        """Weight, scales (in the panels) and bias, for `kernels.blocks`; None where those are no whole panels."""
+        packed = self.scales is None and self.out_features % kernels.PANEL == 0
+        return (self.weight, None, self.bias) if packed else None
 
 
 def linear_input(

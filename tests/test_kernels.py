@@ -27,18 +27,30 @@ def seed():
 
 
 def layer(kind: str, n: int, k: int):
-    """The operator, its reference, and random weights as their arguments after x; None where K does not divide."""
+    """The operator and its reference, with the same random weights; None where the group size does not divide K."""
     if kind.startswith("int4"):
         group = int(kind[5:])
         if k % group:
             return None
         weight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
         scales, mins = torch.rand(n, k // group).half(), -8 * torch.rand(n, k // group).half()
-        return kernels.linear_int4, kernels.linear_int4_reference, (weight, scales, mins)
+        panels = kernels.int4_panels(weight, scales, mins)
+        return (
+            lambda x, *rest: kernels.linear_int4(x, panels, n, *rest),
+            lambda x, *rest: kernels.linear_int4_reference(x, weight, scales, mins, *rest),
+        )
     if kind == "int8":
         weight = torch.randint(-128, 128, (n, k), dtype=torch.int8)
-        return kernels.linear_int8, kernels.linear_int8_reference, (weight, torch.rand(n) / 100)
-    return kernels.linear, kernels.linear_reference, (torch.randn(n, k).to(getattr(torch, kind)),)
+        scales, panels = torch.rand(n) / 100, kernels.int8_panels(weight)
+        return (
+            lambda x, *rest: kernels.linear_int8(x, panels, scales, *rest),
+            lambda x, *rest: kernels.linear_int8_reference(x, weight, scales, *rest),
+        )
+    weight = torch.randn(n, k).to(getattr(torch, kind))
+    return (
+        lambda x, *rest: kernels.linear(x, weight, *rest),
+        lambda x, *rest: kernels.linear_reference(x, weight, *rest),
+    )
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
@@ -52,13 +64,13 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
 def test_linear_matches_reference(kind, n, k):
     if (made := layer(kind, n, k)) is None:
         pytest.skip("the group size does not divide K")
-    op, reference, weights = made
+    op, reference = made
     bias = torch.randn(n)
     x, residual = torch.randn(300, k), torch.randn(300, n)
     around = (None, 1e-6, False, residual)
     tolerance = 1e-5 if "float" in kind else 2e-4
-    close(op(x, *weights), reference(x.double(), *weights), tolerance)
-    close(op(x, *weights, bias, *around), reference(x.double(), *weights, bias.double(), *around), tolerance)
+    close(op(x), reference(x.double()), tolerance)
+    close(op(x, bias, *around), reference(x.double(), bias.double(), *around), tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,12 +78,12 @@ def test_linear_matches_reference(kind, n, k):
 def test_a_row_has_the_same_bits_whatever_rows_and_threads_are_beside_it(kind, n, k):
     if (made := layer(kind, n, k)) is None:
         pytest.skip("the group size does not divide K")
-    op, _, weights = made
+    op, _ = made
     x, bias, residual = torch.randn(300, k), torch.randn(n), torch.randn(300, n)
     threads = torch.get_num_threads()
 
     def run(rows):
-        return op(x[rows], *weights, bias, None, 1e-6, False, residual[rows])
+        return op(x[rows], bias, None, 1e-6, False, residual[rows])
 
     try:
         torch.set_num_threads(1)
@@ -87,29 +99,29 @@ def test_a_row_has_the_same_bits_whatever_rows_and_threads_are_beside_it(kind, n
 
 @pytest.mark.parametrize("kind", ("float32", "int8", "int4.32"))
 def test_norm_and_gate_inside_a_linear_layer_are_the_operators_outside(kind):
-    op, _, weights = layer(kind, 40, 96)
+    op, _ = layer(kind, 40, 96)
     x, gates, norm = torch.randn(7, 96), torch.randn(7, 192), torch.rand(96)
-    assert torch.equal(op(x, *weights, None, norm, 1e-5), op(kernels.rms_norm(x, norm, 1e-5), *weights))
-    assert torch.equal(op(gates, *weights, None, None, 1e-5, True), op(kernels.silu_mul(gates), *weights))
+    assert torch.equal(op(x, None, norm, 1e-5), op(kernels.rms_norm(x, norm, 1e-5)))
+    assert torch.equal(op(gates, None, None, 1e-5, True), op(kernels.silu_mul(gates)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_linear_takes_leading_dimensions_strides_and_no_rows(kind):
-    op, _, weights = layer(kind, 24, 128)
+    op, _ = layer(kind, 24, 128)
     x = torch.randn(128, 3, 2).permute(1, 2, 0)
     assert not x.is_contiguous()
-    assert torch.equal(op(x, *weights), op(x.reshape(6, 128).clone(), *weights).view(3, 2, 24))
-    assert op(x[:0], *weights).shape == (0, 2, 24)
+    assert torch.equal(op(x), op(x.reshape(6, 128).clone()).view(3, 2, 24))
+    assert op(x[:0]).shape == (0, 2, 24)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", (float("nan"), float("inf"), float("-inf")))
 def test_an_input_that_is_not_finite_reaches_its_own_row_and_no_other(kind, bad):
-    op, _, weights = layer(kind, 24, 128)
+    op, _ = layer(kind, 24, 128)
     x = torch.randn(9, 128)
-    want = op(x, *weights)
+    want = op(x)
     x[4, 77] = bad
-    got = op(x, *weights)
+    got = op(x)
     assert not got[4].isfinite().any()
     keep = [i for i in range(9) if i != 4]
     assert torch.equal(got[keep], want[keep])
@@ -118,10 +130,10 @@ def test_an_input_that_is_not_finite_reaches_its_own_row_and_no_other(kind, bad)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", (0.0, 1e-38, 1e-20, 1e30))
 def test_rows_of_zeros_and_of_extreme_size(kind, size):
-    op, reference, weights = layer(kind, 24, 128)
+    op, reference = layer(kind, 24, 128)
     x = torch.randn(3, 128)
     x[1] *= size
-    got, want = op(x, *weights), reference(x.double(), *weights)
+    got, want = op(x), reference(x.double())
     assert got.isfinite().all()
     assert (got.double() - want).abs()[1].max() <= max(3e-4 * want[1].abs().max().item(), 1e-30)
 
@@ -145,10 +157,33 @@ def test_linear_names_what_is_wrong(x, weight, says):
         kernels.linear(x, weight)
 
 
-def test_int4_group_size_is_checked():
+def test_panels_that_do_not_fit_are_named():
+    z = torch.zeros(8, 4).half()
+    panels = kernels.int4_panels(torch.zeros(8, 32, dtype=torch.uint8), z, z)
     with pytest.raises(RuntimeError, match="group size must be 32, 64 or 128, not 16"):
-        z = torch.zeros(4, 4).half()
-        kernels.linear_int4(torch.randn(1, 64), torch.zeros(4, 32, dtype=torch.uint8), z, z)
+        kernels.linear_int4(torch.randn(1, 64), panels, 8)
+    panels = kernels.int4_panels(torch.zeros(8, 64, dtype=torch.uint8), z, z)
+    with pytest.raises(RuntimeError, match=r"must be contiguous Int \[2, 4, 40\]"):
+        kernels.linear_int4(torch.randn(1, 128), panels, 9)
+    panels = kernels.int8_panels(torch.zeros(8, 64, dtype=torch.int8))
+    with pytest.raises(RuntimeError, match=r"must be contiguous Char \[1, 33, 8, 2\]"):
+        kernels.linear_int8(torch.randn(1, 66), panels, torch.ones(8))
+
+
+@pytest.mark.parametrize("n, k", SHAPES)
+def test_panels_give_their_rows_back(n, k):
+    weight = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    panels = kernels.int8_panels(weight)
+    assert panels.shape == ((n + 7) // 8, (k + 1) // 2, 8, 2) and panels.is_contiguous()
+    assert torch.equal(kernels.int8_rows(panels, n, k), weight)
+    assert panels[0, 1, 2, 1] == (weight[2, 3] if n > 2 else 0)
+    for group in (32, 64, 128):
+        weight = torch.randint(0, 256, (n, 3 * group // 2), dtype=torch.uint8)
+        scales, mins = torch.randn(n, 3).half(), torch.randn(n, 3).half()
+        panels = kernels.int4_panels(weight, scales, mins)
+        assert panels.shape == ((n + 7) // 8, 3, group + 8) and panels.is_contiguous()
+        for found, want in zip(kernels.int4_rows(panels, n), (weight, scales, mins), strict=True):
+            assert torch.equal(found, want)
 
 
 @pytest.mark.parametrize("d", (8, 37, 576))
@@ -225,12 +260,12 @@ def test_a_position_outside_the_cache_is_named_and_nothing_is_written(native, ba
 
 
 def test_operators_compile_without_graph_breaks_in_a_nested_region():
-    weights = layer("int8", 4 * 16, 32)[2]
+    linear, _ = layer("int8", 4 * 16, 32)
     qkv, rope, k, v = inputs(1, 1, 2, 1, 16, 20)
 
     @torch.compiler.nested_compile_region
     def block(x, k, v, pos):
-        x = kernels.linear_int8(x, *weights)
+        x = linear(x)
         return kernels.attention(x, rope, k, v, pos)
 
     def model(x, pos):
@@ -248,11 +283,11 @@ def test_operators_compile_without_graph_breaks_in_a_nested_region():
 
 
 def test_disabled_runs_the_references():
-    op, reference, weights = layer("int8", 8, 64)
+    op, reference = layer("int8", 8, 64)
     x = torch.randn(2, 64)
     with kernels.disabled():
-        assert torch.equal(op(x, *weights), reference(x, *weights))
-    assert not torch.equal(op(x, *weights), reference(x, *weights))
+        assert torch.equal(op(x), reference(x))
+    assert not torch.equal(op(x), reference(x))
 
 
 def start(

@@ -165,11 +165,13 @@ ROWS = (1, 2, 5, 8, 9, 64, 300)
 def test_int8_linear_is_the_product_with_its_dequantized_weights(implementation, n, k, bias):
     layer = Int8Linear(k, n, bias)
     layer.weight, layer.scales = quantize.quantize_int8(torch.randn(n, k))
+    weights = quantize.dequantize_int8(layer.weight, layer.scales)
     if bias:
         layer.bias.data.normal_()
+    layer.pack()
     for rows in ROWS:
         x = torch.randn(rows, k)
-        close(layer(x), x, quantize.dequantize_int8(layer.weight, layer.scales), layer.bias)
+        close(layer(x), x, weights, layer.bias)
     assert layer(torch.randn(2, 3, k)).shape == (2, 3, n)
 
 
@@ -181,13 +183,38 @@ INT4_SHAPES = [(64, 128, 32), (64, 128, 128), (96, 576, 32), (96, 576, 64), (33,
 def test_int4_linear_is_the_product_with_its_dequantized_weights(implementation, n, k, groupsize, bias):
     layer = Int4Linear(k, n, groupsize, bias)
     layer.weight, layer.scales, layer.mins = quantize.quantize_int4(torch.randn(n, k) + 0.3, groupsize)
+    weights = quantize.dequantize_int4(layer.weight, layer.scales, layer.mins)
     if bias:
         layer.bias.data.normal_()
-    layer.pack()  # changes nothing on a CPU
+    layer.pack()
     for rows in ROWS:
         x = torch.randn(rows, k)
-        close(layer(x), x, quantize.dequantize_int4(layer.weight, layer.scales, layer.mins), layer.bias)
+        close(layer(x), x, weights, layer.bias)
     assert layer(torch.randn(2, 3, k)).shape == (2, 3, n)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_a_layer_not_packed_and_one_packed_and_run_without_the_library_give_the_same(mode):
+    if not kernels.load():
+        pytest.skip("no C++ compiler")
+    layer = Int8Linear(64, 20, True) if mode == "int8" else Int4Linear(64, 20, 32, True)
+    stored = (
+        quantize.quantize_int8(torch.randn(20, 64))
+        if mode == "int8"
+        else quantize.quantize_int4(torch.randn(20, 64), 32)
+    )
+    for key, tensor in zip(("weight", "scales", "mins"), stored, strict=False):
+        setattr(layer, key, tensor)
+    x, residual = torch.randn(5, 64), torch.randn(5, 20)
+    stored_as_rows = layer(x, residual=residual)
+    layer.pack()
+    assert not torch.equal(layer.weight, stored[0])
+    packed_once = layer.weight
+    layer.pack()
+    assert layer.weight is packed_once
+    with kernels.disabled():
+        assert torch.equal(layer(x, residual=residual), stored_as_rows)
+    close(layer(x), x, getattr(quantize, f"dequantize_{mode}")(*stored), layer.bias)
 
 
 def cuda_pack(nibbles, tiles):
@@ -435,8 +462,10 @@ def test_gptq_checkpoint(tmp_path):
     assert quantize.quantization_of(file) == {"mode": "int4", "groupsize": 64}
     assert file.name == "model_int4.g64.gptq.safetensors"
     assert distance[file.name] < 0.9 * distance["model_int4.g64.safetensors"]
-    # The second block was calibrated on what the first, quantized, gave.
+    # The second block was calibrated on what the first, quantized, gave (its layers not packed yet).
     hessian = torch.zeros(64, 64)
+    with kernels.disabled():
+        model = load_model(file)
 
     def observe(layer, around, named):
         x = quantize.linear_input(*around, **named)[0][0]

@@ -20,6 +20,7 @@ import tiny
 import torch
 from torch import Tensor
 
+import checkpoint
 import cli
 import generate as program
 import kernels
@@ -115,7 +116,7 @@ def quantized(model: Transformer, groupsize: int = 64) -> Transformer:
         else:
             for key, parameter in old._parameters.items():
                 new._parameters[key] = parameter
-    return draft.eval()
+    return checkpoint.packed(draft)
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 8, "auto"])
