@@ -148,7 +148,7 @@ def materialize(
 
 
 def packed(model: Transformer) -> Transformer:
-    """A model ready to run: what a device's kernel wants in a layout of its own, in that layout."""
+    """A model ready to run: its integer weights in the layout that the device's kernel wants."""
     for module in model.modules():
         if isinstance(module, quantize.Int8Linear | quantize.Int4Linear):
             module.pack()

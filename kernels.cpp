@@ -4,10 +4,10 @@
 // number of rows in the call and whatever the number of threads: a verified token and a singly decoded one see the same
 // logits. kernels.py has the same functions in plain PyTorch.
 //
-// The pattern of all linear layers: blocks of weight rows go to the threads, and a register tile of M rows of x by N rows
-// of W is multiplied at a time, N chosen so that the sums fit in 16 vector registers. Float weights are used as they are
-// stored; integer ones come in panels, in the order in which they are used. Vectors are GCC/Clang vector extensions;
-// intrinsics stand only where these have no word for an instruction.
+// The pattern of all linear layers: blocks of weight rows go to the threads, and a register tile of M rows of x by N rows,
+// or P panels of 8 rows, of W is multiplied at a time, N and P chosen so that the sums (int4: nearly) fit in 16 vector
+// registers. Float weights are used as they are stored; integer ones come in panels, in the order in which they are used.
+// Vectors are GCC/Clang vector extensions; intrinsics stand only where these have no word for an instruction.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -18,6 +18,8 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <memory>
+#include <mutex>
 #include <vector>
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -85,14 +87,14 @@ inline f32x8 fma(f32x8 a, f32x8 b, f32x8 c) {
 // Keeps a loaded vector in a register. GCC would load it again for each use, and loads are what there is least of.
 template <class V>
 inline V keep(V v) {
-#if defined(__x86_64__)
+#if defined(__AVX__)
   asm("" : "+x"(v));
 #endif
   return v;
 }
 
 // Integers to twice their width (GCC 12 makes five instructions of __builtin_convertvector here), and the products of
-// int16 pairs, or of uint8 and int8 pairs, neighbours added: the sum of two must fit.
+// int16 pairs, or of uint8 and int8 pairs, neighbours added: the sum of two must fit in the result's lanes.
 #ifdef __AVX2__
 inline i16x16 widen(i8x16 v) { return bits<i16x16>(_mm256_cvtepi8_epi16(bits<__m128i>(v))); }
 inline u32x8 widen(u16x8 v) { return bits<u32x8>(_mm256_cvtepu16_epi32(bits<__m128i>(v))); }
@@ -252,7 +254,7 @@ Tensor silu_mul(const Tensor& x_) {
 // ------------------------------------------------------------------------------------------------------------ linear
 
 constexpr int STRIP = 6;       // at most so many rows of x in a tile; more are strips, one after the other
-constexpr int64_t BLOCK = 24;  // weight rows handled together: they stay in the cache while the rows of x pass by
+constexpr int64_t BLOCK = 24;  // weight rows handled together when x has several strips: they stay in the cache meanwhile
 
 // y [M, N] = x [M, K] W^T + bias + residual, for a W of any kind.
 struct Work {
@@ -271,7 +273,8 @@ Work start(const Tensor& x, int64_t N, int64_t K, const OptTensor& bias, const O
           data<float>(residual, "residual", at::kFloat, y.sizes()), y.mutable_data_ptr<float>(), input, y};
 }
 
-// f(n0, n1) for blocks of `size` weight rows, over the threads; if they need not be small, one block for each thread.
+// f(n0, n1) for blocks of weight rows, over the threads. `small`: x has several strips, each of which passes over a block,
+// so it is `size` rows and stays in the cache. Otherwise a thread's whole share is one block, and its streams lie far apart.
 template <class F>
 void over_blocks(const Work& work, int64_t size, bool small, F f) {
   int64_t grain = std::max<int64_t>(1, 64000 / (work.M * work.K * size + 1));
@@ -282,7 +285,9 @@ void over_blocks(const Work& work, int64_t size, bool small, F f) {
 }
 
 // f(at), where at[0 .. N-1] are places of N streams that together cover 0 .. count - 1. A core reads four streams of
-// memory that lie far apart half as fast again as a single one. Where N does not divide, the last streams overlap.
+// memory that lie far apart faster than four neighbours, which are one stream: a float32 step takes 2/3 of the time.
+// (Software prefetch would undo that.) Where N does not divide, the last streams overlap, and a place is computed twice, to
+// the same bits.
 template <int N, class F>
 inline void over_streams(int64_t count, F f) {
   const int64_t length = (count + N - 1) / N;
@@ -316,14 +321,17 @@ __attribute__((noinline)) void tile_float(const Work& work, int64_t m0, int64_t 
   const typename W::type* w[N];
   for (int n = 0; n < N; n++) w[n] = block + at[n] * K;
   f32x8 acc[M][N] = {};
-  for (int64_t k = 0; k < K; k += 8) {
+  auto multiply = [&](int64_t k, int64_t count) {
     f32x8 wv[N];
-    for (int n = 0; n < N; n++) wv[n] = W::value(load<typename W::stored>(w[n] + k));
+    for (int n = 0; n < N; n++) wv[n] = W::value(load<typename W::stored>(w[n] + k, count));
     for (int m = 0; m < M; m++) {
-      f32x8 xv = keep(load<f32x8>(x + m * K + k));
+      f32x8 xv = keep(load<f32x8>(x + m * K + k, count));
       for (int n = 0; n < N; n++) acc[m][n] = fma(xv, wv[n], acc[m][n]);
     }
-  }
+  };
+  int64_t k = 0;
+  for (; k + 8 <= K; k += 8) multiply(k, 8);
+  if (k < K) multiply(k, K - k);
   float s[M * N];
   sums<M * N>(&acc[0][0], s);
   for (int m = 0; m < M; m++)
@@ -343,25 +351,10 @@ void multiply_float(const Work& work, int64_t n0, int64_t n1, const typename W::
   });
 }
 
-// Copies rows of K weights, no multiple of 8, as float32 to rows of ld that end in zeros.
 template <class W>
-float* widen_rows(const typename W::type* w, int64_t rows, int64_t K, int64_t ld) {
-  float* wide = scratch<float>(BLOCK * ld);
-  for (int64_t n = 0; n < rows; n++)
-    for (int64_t k = 0; k < K; k += 8) store(wide + n * ld + k, W::value(load<typename W::stored>(w + n * K + k, K - k)));
-  return wide;
-}
-
-template <class W>
-Tensor run_float(Work work, const void* weight) {
-  const auto* w = (const typename W::type*)weight;
-  const int64_t K = work.K, ld = (K + 7) / 8 * 8;
-  std::vector<float> padded(ld == K ? 0 : work.M * ld);
-  for (int64_t m = 0; ld != K && m < work.M; m++) std::copy_n(work.x + m * K, K, &padded[m * ld]);
-  if (ld != K) work.x = padded.data(), work.K = ld;
-  over_blocks(work, BLOCK, work.M > STRIP || ld != K, [&](int64_t n0, int64_t n1) {
-    if (ld == K) multiply_float<W>(work, n0, n1, w + n0 * K);
-    else multiply_float<F32>(work, n0, n1, widen_rows<W>(w + n0 * K, n1 - n0, K, ld));
+Tensor run_float(const Work& work, const void* weight) {
+  over_blocks(work, BLOCK, work.M > STRIP, [&](int64_t n0, int64_t n1) {
+    multiply_float<W>(work, n0, n1, (const typename W::type*)weight + n0 * work.K);
   });
   return work.output;
 }
@@ -385,8 +378,8 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias, cons
 
 constexpr int64_t PANEL = 8;
 
-// x as integers: row m is q[m] * scale[m], with q padded with zeros to ld. int4 takes q in two bytes, q = 256 * high + low,
-// and `sums`, the sum of each group of q.
+// x as integers: row m is q[m] * scale[m], with q padded with zeros to ld. int4 takes q in two signed bytes,
+// q = 256 * high + low, and `sums`, the sum of each group of q.
 struct Quantized {
   int64_t ld, groups;
   std::vector<int16_t> q;
@@ -458,8 +451,9 @@ __attribute__((noinline)) void multiply_int8(const Quantized& r, int64_t m0, con
   }
 }
 
-// int4: of 32 weights of each row first 16 bytes, four of each row side by side, the low nibbles weights 0 .. 15 and the
-// high ones 16 .. 31; after a group 8 scales and 8 mins. Of w = q * scale + min the second term needs only x's sum.
+// int4: a group is blocks of 32 columns, then the 8 rows' scales and mins, as float16. A block has 16 bytes of each row, as
+// four times 4 bytes of all 8 rows; byte j of a row has weight j in its low nibble and weight j + 16 in the high one. Of
+// w = q * scale + min the second term needs only the sum of the group's x.
 template <int M, int P>
 __attribute__((noinline)) void multiply_int4(const Quantized& r, int64_t m0, const char* const (&panels)[P], int64_t K,
                                              f32x8 (&y)[M][P]) {
@@ -503,8 +497,8 @@ __attribute__((noinline)) void multiply_int4(const Quantized& r, int64_t m0, con
     }
 }
 
-// y = multiply(panels, x) * scales + bias + residual, `WIDE` panels at a time, or `NARROW` ones for more than 3 rows of x;
-// the `scales` of weight rows may be null.
+// y = multiply(panels, x) * x's scale * `scales` + bias + residual, WIDE panels at a time for strips of up to 3 rows of x,
+// NARROW for longer ones. `scales`, one for each weight row, is null for int4, whose panels hold them.
 template <int WIDE, int NARROW, class F>
 Tensor over_panels(const Work& work, const Quantized& r, const Tensor& panels, const float* scales, F multiply) {
   const char* weights = (const char*)panels.const_data_ptr();
@@ -534,8 +528,9 @@ Tensor over_panels(const Work& work, const Quantized& r, const Tensor& panels, c
 
 Tensor linear_int8(const Tensor& x, const Tensor& panels, const Tensor& scales, const OptTensor& bias,
                    const OptTensor& norm, double eps, bool gated, const OptTensor& residual) {
-  const int64_t N = scales.numel(), K = x.size(-1) / (gated ? 2 : 1), pairs = (K + 1) / 2;
-  data<int8_t>(panels, "panels", at::kChar, {(N + PANEL - 1) / PANEL, pairs, PANEL, 2});
+  const int64_t N = scales.numel(), K = panels.dim() == 4 ? 2 * panels.size(1) : 0;
+  TORCH_CHECK(N > 0 && K > 0, "onepass: panels must be int8 [panels, K / 2, 8, 2], not ", panels.sizes());
+  data<int8_t>(panels, "panels", at::kChar, {(N + PANEL - 1) / PANEL, K / 2, PANEL, 2});
   Work work = start(x, N, K, bias, norm, eps, gated, residual);
   const Quantized r = quantize(work, 0);
   const float* scale = data<float>(scales, "scales", at::kFloat, {N});
@@ -544,7 +539,8 @@ Tensor linear_int8(const Tensor& x, const Tensor& panels, const Tensor& scales, 
 
 Tensor linear_int4(const Tensor& x, const Tensor& panels, int64_t N, const OptTensor& bias, const OptTensor& norm,
                    double eps, bool gated, const OptTensor& residual) {
-  TORCH_CHECK(panels.dim() == 3, "onepass: panels must be int32 [panels, groups, words], not ", panels.sizes());
+  TORCH_CHECK(N > 0 && panels.dim() == 3 && panels.size(1) > 0, "onepass: panels must be int32 [panels, groups, words], not ",
+              panels.sizes());
   const int64_t groups = panels.size(1), words = panels.size(2), group = words - PANEL;
   TORCH_CHECK((group == 32 || group == 64 || group == 128),
               "onepass: the int4 group size must be 32, 64 or 128, not ", group);
@@ -667,6 +663,7 @@ Tensor attention(const Tensor& qkv_, const Tensor& rope, const Tensor& k_cache, 
                       " positions");
   const float* x = qkv.const_data_ptr<float>();
   float* out = y.mutable_data_ptr<float>();
+  if (B * S == 0) return y;
 
   over_rows(B * S, 4 * Hkv * D, [&](int64_t i) {
     for (int64_t h = 0; h < Hkv; h++) {
@@ -676,7 +673,7 @@ Tensor attention(const Tensor& qkv_, const Tensor& rope, const Tensor& k_cache, 
     }
   });
   const int64_t chunks = (S + TOKENS - 1) / TOKENS;
-  // A task of fewer products than this is not worth a second thread's start.
+  // A thread gets tasks of at least 100,000 products together: fewer are not worth its start.
   const int64_t most = *std::max_element(pos, pos + B * S), grain = std::max<int64_t>(1, 100000 / (2 * G * std::min(S, TOKENS) * D * (most + 1)));
   at::parallel_for(0, B * Hkv * chunks, grain, [&](int64_t begin, int64_t end) {
     std::vector<float> q(TOKENS * G * D), result(TOKENS * G * D);
@@ -728,16 +725,28 @@ Tensor blocks(const Tensor& x, const Tensor& rope, const Tensor& input_pos, cons
   return all_blocks(x, rope, input_pos, parts.vec(), eps);
 }
 
-// The same with parts that were handed over once, and are called by a number since.
-std::map<int64_t, std::vector<OptTensor>> held;
+// The same with parts that were handed over once, and are called by a number since. Python threads come here without
+// Python's lock, and a pass goes on with parts that are released meanwhile.
+std::mutex lock;
+std::map<int64_t, std::shared_ptr<const std::vector<OptTensor>>> held;
 
-void hold(int64_t number, const c10::List<OptTensor>& parts) { held[number] = parts.vec(); }
+void hold(int64_t number, const c10::List<OptTensor>& parts) {
+  auto kept = std::make_shared<const std::vector<OptTensor>>(parts.vec());
+  std::lock_guard guard(lock);
+  held[number] = std::move(kept);
+}
 
-void release(int64_t number) { held.erase(number); }
+void release(int64_t number) {
+  std::lock_guard guard(lock);
+  held.erase(number);
+}
 
 Tensor held_blocks(const Tensor& x, const Tensor& rope, const Tensor& input_pos, int64_t number, double eps) {
+  std::unique_lock guard(lock);
   TORCH_CHECK(held.count(number), "onepass: no blocks are held under ", number);
-  return all_blocks(x, rope, input_pos, held[number], eps);
+  auto parts = held[number];
+  guard.unlock();
+  return all_blocks(x, rope, input_pos, *parts, eps);
 }
 
 }  // namespace

@@ -6,7 +6,7 @@ when the tensors are on the CPU and `load()` has built the library. In C++ a row
 number of rows in the call, which the matrix products behind F.linear do not promise.
 
 C++ reads integer weights in panels: 8 rows interleaved, in the order in which a core wants them. Weights are stored
-row by row, as the references have them; a layer's `pack` makes panels of them, once, after loading.
+row by row, and so the references have them; a layer's `pack` makes panels of them, once, after loading.
 """
 
 import contextlib
@@ -113,15 +113,13 @@ def _rows(panels: Tensor, n: int) -> Tensor:
 
 
 def int8_panels(weight: Tensor) -> Tensor:
-    """int8 [N, K] -> [N/8, K/2, 8, 2]: two columns of 8 rows, the next two, … (N and K rounded up)."""
-    if weight.shape[1] % 2:
-        weight = F.pad(weight, (0, 1))
+    """int8 [N, K], K even, -> [N/8, K/2, 8, 2]: two columns of 8 rows, the next two, … (N/8 rounded up)."""
     return _panels(weight.contiguous().view(torch.int16)).view(torch.int8).unflatten(-1, (PANEL, 2))
 
 
-def int8_rows(panels: Tensor, n: int, k: int) -> Tensor:
-    """int8 [n, k] from its `int8_panels`."""
-    return _rows(panels.flatten(2).view(torch.int16), n).contiguous().view(torch.int8)[:, :k]
+def int8_rows(panels: Tensor, n: int) -> Tensor:
+    """int8 [n, K] from its `int8_panels`."""
+    return _rows(panels.flatten(2).view(torch.int16), n).contiguous().view(torch.int8)
 
 
 def int4_panels(weight: Tensor, scales: Tensor, mins: Tensor) -> Tensor:
@@ -241,8 +239,7 @@ def linear_int8(
     """`linear_int8_reference` on `int8_panels`; in C++ the activations become int16, each row with its own scale."""
     if native(x):
         return torch.ops.onepass.linear_int8.default(x, panels, scales, bias, norm, eps, gated, residual)
-    weight = int8_rows(panels, scales.shape[0], x.shape[-1] // (2 if gated else 1))
-    return linear_int8_reference(x, weight, scales, bias, norm, eps, gated, residual)
+    return linear_int8_reference(x, int8_rows(panels, scales.shape[0]), scales, bias, norm, eps, gated, residual)
 
 
 def linear_int4(

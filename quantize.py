@@ -129,7 +129,8 @@ dequantize_int4 = kernels.dequantize_int4
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with `quantize_int8`'s weights, on a CPU in panels once they are there (see `pack`)."""
+    """A linear layer with `quantize_int8`'s weights. `pack` makes panels of them where the C++ kernel runs; before that
+    `forward` is the reference, which does not promise a row the same bits beside other rows."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False):
         super().__init__()
@@ -139,8 +140,8 @@ class Int8Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
 
     def pack(self) -> None:
-        """Change to the layout of the C++ kernel, once, where that runs."""
-        if kernels.native(self.weight) and self.weight.dim() == 2:
+        """Change to the layout of the C++ kernel, once, where that runs and the columns are pairs."""
+        if kernels.native(self.weight) and self.weight.dim() == 2 and self.in_features % 2 == 0:
             self.weight = kernels.int8_panels(self.weight)
 
     def forward(self, x: Tensor, *around, **named) -> Tensor:
@@ -153,8 +154,8 @@ class Int8Linear(nn.Module):
 
 
 class Int4Linear(nn.Module):
-    """A linear layer with `quantize_int4`'s weights, once they are there in the layout of the device's kernel (see
-    `pack`), which has the scales and minimums in the same tensor or in `scales_and_zeros`."""
+    """A linear layer with `quantize_int4`'s weights, after `pack` in the layout of the device's kernel: with scales and
+    minimums in `weight` (CPU) or in `scales_and_zeros` (CUDA)."""
 
     FEW_ROWS = 64  # from more rows on, a bfloat16 product with dequantized weights is faster than the int4 kernel
 
@@ -202,7 +203,8 @@ class Int4Linear(nn.Module):
         return y if residual is None else y + residual
 
     def operands(self) -> tuple[Tensor | None, ...] | None:
-        """Weight, scales (in the panels) and bias, for `kernels.blocks`; None where those are no whole panels."""
+        """Weight, scales (in the panels) and bias, for `kernels.blocks`; None if not packed, or if out_features is no
+        multiple of 8, since that operator takes the number of rows from the panels."""
         packed = self.scales is None and self.out_features % kernels.PANEL == 0
         return (self.weight, None, self.bias) if packed else None
 

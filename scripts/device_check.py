@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import kernels  # noqa: E402 (the program is one directory up)
-from checkpoint import load_model, random_model  # noqa: E402
+from checkpoint import load_model, packed, random_model  # noqa: E402
 from generate import (  # noqa: E402
     ModelDraft,
     NgramDraft,
@@ -100,7 +100,7 @@ def quantized_layers(device: torch.device, dtype: torch.dtype, tiny: bool) -> It
                 layer = Int4Linear(k, n, groupsize)
                 layer.weight, layer.scales, layer.mins = quantize_int4(w, groupsize)
                 exact = dequantize_int4(layer.weight, layer.scales, layer.mins)
-                layer.pack()
+            layer.pack()
             for rows in (1, 2, 5, 16, 64, 65, 300):
                 x = torch.randn(rows, k, device=device, dtype=dtype)
                 expected = x.double() @ exact.double().T
@@ -125,12 +125,11 @@ def quantized_copy(model: Transformer, mode: str, groupsize: int | None = None) 
             new.weight, new.scales = quantize_int8(old.weight)
         elif isinstance(new, Int4Linear):
             new.weight, new.scales, new.mins = quantize_int4(old.weight, groupsize)
-            new.pack()
         else:
             new._parameters.update(old._parameters)
             continue
         new.bias = old.bias
-    return copy.eval()
+    return packed(copy)
 
 
 def temperature_0(
