@@ -52,6 +52,13 @@ def significant(x: float) -> float:
     return float(f"{x:.6g}")
 
 
+def compared(record: dict) -> dict:
+    """A token's record as temperature 0 has it, where `accept_or_correct` compares tokens: none of the numbers of the
+    one-hot distributions, which say no more than the tokens do, nor the random ones, which decided nothing."""
+    kept = {key: value for key, value in record.items() if key not in ("q", "p", "ratio", "u", "top")}
+    return kept | ({"rejected": [{"name": draft["name"]} for draft in kept["rejected"]]} if "rejected" in kept else {})
+
+
 class Trace:
     """Collects a run of `rows` rows that continue `prompt`: pass `observe` and `put` to `generate`."""
 
@@ -132,18 +139,21 @@ class Trace:
             record |= {"q": drawn["q"], "rejected": drafts[at:]}
 
     def page(self, stats: dict, length: DraftLength, about: dict[str, str]) -> str:
-        """The page. stats: of `generate`. length: what it drafted by. about: names and settings to be shown."""
+        """The page. stats: of `generate`. length: what it drafted by. about: names and settings to be shown; by its
+        "temperature" the page tells which rule decided."""
         shown = ("alpha", "tokens_per_pass", "predicted_speedup", "measured_speedup", "plain_tokens_per_s")
         shown += ("tokens_per_s", "ttft_s", "decode_s", "fallback")
         prompt = visible(self.tokenizer.decode(self.prompt, skip_special=False), flowing=True)
+        greedy = float(about.get("temperature", 1)) == 0
         data = {
+            "greedy": greedy,
             "about": {key: visible(value, flowing=True) for key, value in about.items()},
             "stats": {key: stats.get(key) for key in shown},
             "plain_s": length.plain_s or None,
             "prompt": prompt if len(prompt) <= PROMPT_CHARACTERS else "… " + prompt[-PROMPT_CHARACTERS:],
             "prompt_tokens": len(self.prompt),
             "rounds": self.rounds,
-            "rows": self.tokens,
+            "rows": [[compared(record) for record in row] for row in self.tokens] if greedy else self.tokens,
         }
         return fill(Path(__file__).with_name("tracing.html").read_text(encoding="utf-8"), data)
 

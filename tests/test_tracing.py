@@ -66,7 +66,7 @@ def page_data(page: str) -> dict:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("sampling", [{}, {"top_k": 5}, {"temperature": 0}], ids=str)
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 5}], ids=str)
 def test_the_page_has_the_rounds_own_numbers(tokenizer, rows, sampling):
     trace, rounds, stats, length = traced_run(tokenizer, rows=rows, stop_ids=range(40, 50), **sampling)
     data = page_data(trace.page(stats, length, {}))
@@ -113,6 +113,32 @@ def test_the_page_has_the_rounds_own_numbers(tokenizer, rows, sampling):
                     assert all("u" not in other for other in others)
         assert seen == len(tokens)
     assert kinds >= {"accepted", "corrected", "bonus", "plain"}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_at_temperature_0_the_page_has_what_was_compared_and_no_number(tokenizer, rows):
+    trace, rounds, stats, length = traced_run(tokenizer, rows=rows, stop_ids=range(40, 50), temperature=0)
+    data = page_data(trace.page(stats, length, {"temperature": "0"}))
+    ids = stats["generated_tokens"] if rows > 1 else [stats["generated_tokens"]]
+    kinds = set()
+    assert data["greedy"]
+    for row, tokens in enumerate(data["rows"]):
+        assert [token["name"] for token in tokens] == [trace.name(id) for id in ids[row]]
+        places = [(r, place) for r, round in enumerate(rounds) for place in range(round.accepted[row] + 1)]
+        for id, token, (r, place) in zip(ids[row][1:], tokens[1:], places, strict=False):
+            kinds.add(token["kind"])
+            drafts = rounds[r].drafts[row].tolist()
+            assert id == rounds[r].p[row, place].argmax() and token["round"] == r
+            more = set(token) - {"text", "name", "kind", "round"}
+            if token["kind"] == "accepted":
+                assert more == {"place"} and token["place"] == place + 1 and id == drafts[place]
+            elif token["kind"] == "corrected":
+                assert more == {"rejected"} and id != drafts[place]
+                assert token["rejected"] == [{"name": trace.name(draft)} for draft in drafts[place:]]
+            else:
+                assert not more and place == len(drafts)
+    assert kinds == {"accepted", "corrected", "bonus", "plain"}
+    assert not page_data(trace.page(stats, length, {"temperature": "0.001"}))["greedy"]
 
 
 def test_a_trace_changes_no_token(tokenizer):
@@ -205,9 +231,9 @@ def hostile_trace(tokenizer) -> Trace:
     return trace
 
 
-def hostile_page(tokenizer) -> str:
+def hostile_page(tokenizer, **about: str) -> str:
     stats = {"alpha": 0.5, "tokens_per_pass": 2.0, "decode_s": 0.04, "ttft_s": 0.01, "fallback": HOSTILE}
-    return hostile_trace(tokenizer).page(stats, DraftLength(3), {"target": HOSTILE, "draft": "x"})
+    return hostile_trace(tokenizer).page(stats, DraftLength(3), {"target": HOSTILE, "draft": "x"} | about)
 
 
 def test_text_of_the_model_cannot_end_the_element_that_holds_it(tokenizer):
@@ -363,6 +389,55 @@ def test_pointing_at_a_token_shows_what_decided(show, tokenizer):
     )]  # fmt: skip
     assert [row[-1] for row in rows] == ["0.667", "0.167", "0.167"]
     assert ["⏎ ←", "0", "0.100", "0.167"] in rows
+
+
+def test_at_temperature_0_the_page_tells_of_a_comparison(show, tokenizer):
+    tab = show(hostile_page(tokenizer, temperature="0"))
+    name = HOSTILE.replace(" ", "␣")
+    for i, shown, heard in (
+        (
+            1,
+            f"The draft proposed “{name}”: kept, because the target's likeliest token here is “{name}” too.",
+            f"The draft proposed {name}: kept, because the target's likeliest token here is the same.",
+        ),
+        (
+            2,
+            "The draft proposed “␣⟨U+202E⟩evil”: rejected, because the target's likeliest token here is “⏎”, which",
+            "The draft proposed ␣⟨U+202E⟩evil: rejected, because the target's likeliest token here is ⏎, which",
+        ),
+    ):
+        tab.locator(".token").nth(i).click()
+        panel, said = (tab.locator(part).text_content() for part in ("#detail", "#described"))
+        assert shown in panel and heard in said
+        assert "No random number decides" in panel
+        for text in (panel, said):
+            assert not re.search(r"\bu =|p/q|p − q|random number was|drawn|draft q|target p|probability", text)
+        assert tab.locator("#detail").locator(".line, .bars, .scale, table, img, iframe").count() == 0
+    assert tab.locator("#detail .chips").text_content() == "&amp;<b>"
+    assert tab.locator("#by-comparison").is_visible() and not tab.locator("#by-chance").is_visible()
+    assert tab.title() == "A trace of speculative decoding"
+
+
+def test_at_temperature_0_every_token_and_round_can_be_pointed_at(show, tokenizer):
+    trace, _, stats, length = traced_run(tokenizer, temperature=0)
+    tab = show(trace.page(stats, length, {"temperature": "0"}))
+    for kind, words in (
+        ("accepted", "kept, because"),
+        ("corrected", "rejected, because"),
+        ("bonus", "its likeliest token there"),
+        ("plain >> nth=1", "this is the target's likeliest token"),
+        ("plain >> nth=0", "it came with the pass that read the prompt"),
+    ):
+        tab.locator(f".token.{kind}").first.hover()
+        assert words in tab.locator("#detail").text_content()
+    tab.locator(".round").nth(1).click()
+    assert "Round 2: " in tab.locator("#detail").text_content()
+
+
+def test_above_temperature_0_the_page_tells_of_chance(show, tokenizer):
+    tab = show(hostile_page(tokenizer, temperature="0.8"))
+    assert tab.locator("#by-chance").is_visible() and not tab.locator("#by-comparison").is_visible()
+    assert tab.locator("#detail .line").is_visible()
 
 
 def test_the_text_is_one_stop_of_the_tab_key(show, short_page):
