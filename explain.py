@@ -46,7 +46,7 @@ def explain(stats: dict, length: DraftLength, bandwidth: float, pass_bytes: int)
     if stats.get("rounds"):
         lines += speculation(stats, length)
     elif "rounds" in stats and not stats["fallback"]:
-        lines.append(("draft", "nothing was drafted: it did not promise to pay, or there was nothing to propose"))
+        lines.append(("draft", f"nothing was drafted: {why_plain(length)}, or the text was over too soon"))
     return "\n".join(f"  {label:<9}{line}" for label, line in lines)
 
 
@@ -55,7 +55,7 @@ def bound(stats: dict, bandwidth: float, pass_bytes: int) -> list[tuple[str, str
     per_token, reached = stats["bytes_per_token"], stats["bandwidth_gb_s"] * 1e9 / bandwidth
     ids = stats["generated_tokens"]
     shared = f", for {len(ids)} rows at once" if ids and isinstance(ids[0], list) else ""
-    drafts = ", the draft's included" if stats.get("rounds") else ""
+    drafts = ", the draft's included" if draft_reads(stats, pass_bytes) else ""
     note = ""
     if reached > 1.1:
         note = "; more than memory gives: the weights fit in a cache, or the machine was busier just now"
@@ -65,7 +65,7 @@ def bound(stats: dict, bandwidth: float, pass_bytes: int) -> list[tuple[str, str
         (
             "weights",
             f"a pass of the target reads {pass_bytes / 1e6:.1f} MB{shared}; memory gives {bandwidth / 1e9:.1f} GB/s "
-            f"(measured just now), so a pass takes {pass_bytes / bandwidth * 1e3:.2f} ms, however little it computes",
+            f"(measured just now), so a pass would take at least {pass_bytes / bandwidth * 1e3:.2f} ms",
         ),
         (
             "bound",
@@ -73,6 +73,21 @@ def bound(stats: dict, bandwidth: float, pass_bytes: int) -> list[tuple[str, str
             f"tokens/s; this run made {stats['tokens_per_s']:.1f}, {reached:.0%} of that{note}",
         ),
     ]
+
+
+def draft_reads(stats: dict, pass_bytes: int) -> bool:
+    """Whether the run read more than its passes of the target did: a lookup reads no weights, a model does."""
+    if not stats.get("rounds"):
+        return False
+    ids = stats["generated_tokens"]
+    decoded = sum(len(row) - 1 for row in ids) if isinstance(ids[0], list) else len(ids) - 1
+    return stats["bytes_per_token"] * decoded > 1.001 * pass_bytes * sum(stats["k_counts"])
+
+
+def why_plain(length: DraftLength) -> str:
+    """Why rounds drafted nothing: only `auto` decides against it. (The first is plain to be measured, and so is one for
+    a last token.)"""
+    return "nothing was proposed" if length.fixed is not None else "it did not promise to pay, or nothing was proposed"
 
 
 def speculation(stats: dict, length: DraftLength) -> list[tuple[str, str]]:
@@ -90,7 +105,11 @@ def speculation(stats: dict, length: DraftLength) -> list[tuple[str, str]]:
     idle = ""
     if plain_rounds > max(2, 0.1 * rounds):  # a few always are plain: all costs are relative to them
         drafted = f"{plain_rounds} of {plain_rounds + rounds} rounds"
-        idle = f"; {drafted} drafted nothing: it did not promise to pay, or nothing was proposed"
+        idle = f"; {drafted} drafted nothing: {why_plain(length)}"
+
+    verified = f"verifying {k} drafts v_{k} = {length.v(k):.2f}"
+    if len(ks) > 1:
+        verified = f"verifying k drafts v_k = {verifying:.2f} on average (v_{k} = {length.v(k):.2f})"
 
     # What the speed-up would be without each of the three: the largest gain names what held it back.
     without = {
@@ -109,9 +128,8 @@ def speculation(stats: dict, length: DraftLength) -> list[tuple[str, str]]:
         ),
         (
             "cost",
-            f"a draft step cost c = {length.c:.2f} of a plain pass ({length.plain_s * 1e3:.1f} ms), "
-            f"verifying {k} drafts v_{k} = {length.v(k):.2f}: "
-            f"{drafting:.2f} + {verifying:.2f} = {drafting + verifying:.2f} a round",
+            f"a draft step cost c = {length.c:.2f} of a plain pass ({length.plain_s * 1e3:.1f} ms), {verified}: "
+            f"k c + v_k = {drafting:.2f} + {verifying:.2f} = {drafting + verifying:.2f} a round",
         ),
         (
             "speed-up",
@@ -121,7 +139,7 @@ def speculation(stats: dict, length: DraftLength) -> list[tuple[str, str]]:
         ),
         (
             "limit",
-            f"a free draft would make that {free:.2f}, every draft accepted {accepted:.2f}, verification for the price "
-            f"of a plain pass {cheap:.2f}: {verdict}",
+            f"in such a round the speed-up would be {free:.2f} if drafts cost nothing, {accepted:.2f} if all were "
+            f"accepted, {cheap:.2f} if verifying cost no more than a plain pass: {verdict}",
         ),
     ]

@@ -51,14 +51,23 @@ def test_expected_tokens_of_a_round():
 def test_the_bound_is_the_bandwidth_over_the_bytes_of_a_token():
     plain = {"generated_tokens": [1, 2], "tokens_per_s": 20.0, "bytes_per_token": 2e8, "bandwidth_gb_s": 4.0}
     text = explain(plain, DraftLength(), 5e9, 200_000_000)
-    assert "200.0 MB; memory gives 5.0 GB/s" in text and "a pass takes 40.00 ms" in text
+    assert "200.0 MB; memory gives 5.0 GB/s" in text and "would take at least 40.00 ms" in text
     assert "at most 25.0 tokens/s; this run made 20.0, 80% of that" in text
     assert len(text.splitlines()) == 2  # nothing on drafts
 
 
 def test_rows_share_a_pass():
     text = explain(figures(generated_tokens=[[1, 2], [3, 4]]), costs(k4=0.15), 5e9, 200_000_000)
-    assert "for 2 rows at once" in text and "the draft's included" in text
+    assert "for 2 rows at once" in text
+
+
+def test_only_a_draft_with_weights_is_included_in_the_reading():
+    """31 tokens, the first with the prompt, by 11 passes: a lookup's run read the target 11 times."""
+    for tokens in (list(range(31)), [list(range(16)), list(range(16))]):
+        lookup = figures(generated_tokens=tokens, bytes_per_token=11 * 2e8 / 30)
+        assert "of reading, so at most" in line(explain(lookup, costs(k4=0.15), 5e9, 200_000_000), "bound")
+        model = figures(generated_tokens=tokens, bytes_per_token=(11 * 2e8 + 40 * 1e7) / 30)
+        assert "the draft's included" in line(explain(model, costs(k4=0.15), 5e9, 200_000_000), "bound")
 
 
 @pytest.mark.parametrize(("bandwidth", "word"), [(2e9, "cache"), (20e9, "arithmetic")])
@@ -72,7 +81,11 @@ def test_expected_and_seen_tokens_costs_and_speedup():
     # (1 - 0.5^5) / 0.5 = 1.9375; seen (4·1 + 2·2 + 1·3 + 1·4 + 2·5) / 10 = 2.5; c = 0.2, v_4 = 1.5
     assert line(text, "α").split()[1] == "0.50:"
     assert "k = 4 a round should yield (1 - α^(k+1)) / (1 - α) = 1.94; it yielded 2.50" in text
-    assert "c = 0.20" in text and "100.0 ms" in text and "v_4 = 1.50: 0.80 + 1.50 = 2.30 a round" in text
+    assert (
+        "c = 0.20" in text
+        and "100.0 ms" in text
+        and "verifying 4 drafts v_4 = 1.50: k c + v_k = 0.80 + 1.50 = 2.30 a round" in text
+    )
     assert "1.94 / 2.30 = 0.84" in text and "0.95 predicted, 0.90 measured" in text
     # free draft 1.9375 / 1.5, all accepted 5 / 2.3, verification at 1: 1.9375 / 1.8
     assert re.findall(r"\d\.\d\d", line(text, "limit")) == ["1.29", "2.17", "1.08"]
@@ -95,13 +108,23 @@ def test_rounds_of_several_k_are_averaged():
     text = explain(figures(k_counts=[31, 0, 5, 0, 5]), costs(k2=0.12, k4=0.15), 5e9, 1)
     # k = 2: 1.75, k = 4: 1.9375; costs 2·0.2 + 1.2 and 4·0.2 + 1.5
     assert "with k = 3.0 on average, most often 2, a round should yield" in text and "= 1.84; it yielded 2.50" in text
-    assert "0.60 + 1.35 = 1.95 a round" in text
-    assert "31 of 41 rounds drafted nothing" in text
+    assert "verifying k drafts v_k = 1.35 on average (v_2 = 1.20): k c + v_k = 0.60 + 1.35 = 1.95 a round" in text
+
+
+def test_only_auto_decides_against_drafting():
+    idle = figures(k_counts=[31, 0, 0, 0, 10])
+    length = costs(k4=0.15)
+    assert line(explain(idle, length, 5e9, 1), "tokens").endswith(
+        "; 31 of 41 rounds drafted nothing: nothing was proposed"
+    )
+    length.fixed = None
+    assert "drafted nothing: it did not promise to pay, or nothing was" in line(explain(idle, length, 5e9, 1), "tokens")
 
 
 def test_a_run_that_drafted_nothing():
     nothing = figures(alpha=None, rounds=0, k_counts=[30, 0], accept_counts=[0, 0], predicted_speedup=None)
-    assert "nothing was drafted" in explain(nothing, DraftLength(), 5e9, 1)
+    assert "nothing was drafted: it did not promise to pay" in explain(nothing, DraftLength(), 5e9, 1)
+    assert "nothing was drafted: nothing was proposed" in explain(nothing, DraftLength(4), 5e9, 1)
 
 
 def test_a_failed_draft_is_named():
