@@ -32,6 +32,7 @@ from tracing import Trace
 
 DEFAULT_CHECKPOINT = Path(__file__).resolve().parent / "checkpoints" / "SmolLM2-135M-Instruct"
 EXACT_TOKENS = 16  # of a pass with --exact: a draft of up to 15 fits, and products of 16 rows are no odd case
+SEEDED_K = 4  # tokens drafted in a round where a seed is to give the same text again
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COLOURS = {"accepted": "\033[32m", "corrected": "\033[31m", "bonus": "\033[36m", "plain": ""}
 
@@ -106,8 +107,8 @@ def parser() -> argparse.ArgumentParser:
     add("--top_k", type=positive, metavar="K", help="sample from the K likeliest tokens only")
     add("--top_p", type=number(float, 1e-9, 1, "a number above 0 and at most 1"), metavar="P",
         help="sample from the fewest tokens whose probabilities reach P")  # fmt: skip
-    add("--seed", type=number(int, 0, 2**62, "an integer from 0"), default=0, metavar="S",
-        help="of the first sample; the next one has S + 1")  # fmt: skip
+    add("--seed", type=number(int, 0, 2**62, "an integer from 0"), metavar="S",
+        help="of the first sample, the next one has S + 1: the same seed gives the same text (default: 0)")  # fmt: skip
     add("--ignore_eos", action="store_true", help="go on after an end token")
     add = parser.add_argument_group("the model").add_argument
     add("--checkpoint_path", type=Path, default=DEFAULT_CHECKPOINT, metavar="PATH",
@@ -125,8 +126,9 @@ def parser() -> argparse.ArgumentParser:
     add("--draft", choices=("ngram",), help="draft by looking up what followed the last tokens earlier in the text")
     add("--ngram_max", type=positive, default=3, metavar="N", help="the longest run of tokens to look up")
     add("--ngram_min", type=positive, default=1, metavar="N", help="the shortest")
-    add("--speculate_k", type=k_or_auto, default="auto", metavar="K",
-        help='tokens to draft in a round, or "auto": as many as pay, none if none do')  # fmt: skip
+    add("--speculate_k", type=k_or_auto, metavar="K",
+        help='tokens to draft in a round, or "auto": as many as pay, none if none do (default: auto; with a --seed and '
+             "a temperature above 0, 4: auto follows the clock, and a sampled text what is drafted)")  # fmt: skip
     add("--draft_unsharded", action="store_true",
         help="under torchrun: the first process alone runs the draft model, which may be faster")  # fmt: skip
     add("--exact", action="store_true",
@@ -143,7 +145,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Refuse what cannot work together, before anything is read."""
+    """Refuse what cannot work together, before anything is read; settle what depends on several flags."""
+    repeatable = args.seed is not None and args.temperature > 0
+    args.speculate_k = args.speculate_k or (SEEDED_K if repeatable else "auto")
+    if repeatable and args.speculate_k == "auto" and (args.draft or args.draft_checkpoint_path):
+        say("note: --speculate_k auto follows the clock, so --seed will not give the same text again; a number would")
+    args.seed = args.seed or 0
     prompts = [flag for flag in ("prompt", "prompt_file", "interactive") if getattr(args, flag) not in (None, False)]
     if len(prompts) > 1:
         raise ValueError(f"--{prompts[0]} and --{prompts[1]} exclude each other: give one")
@@ -208,11 +215,11 @@ def choose_precision(name: str | None, device: torch.device) -> str:
     if name:
         return name
     if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    if device.type == "mps":
-        return "bf16"
-    # Whether a CPU multiplies bf16 itself; where it does not, bf16 is a storage format only.
-    native = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device.type == "mps":
+        native = torch.backends.mps.is_macos_or_newer(14, 0)
+    else:  # where a CPU does not multiply bf16 itself, it is a storage format only
+        native = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
     return "bf16" if native else "fp32"
 
 
@@ -342,11 +349,14 @@ def report(stats: dict, label: str) -> None:
     ids = stats["generated_tokens"]
     count = sum(len(row) for row in ids) if ids and isinstance(ids[0], list) else len(ids)
     say(f"[{label}] {stats['prompt_tokens']} prompt tokens, {count} new, first after {stats['ttft_s']:.2f} s")
+    memory = f"peak memory {stats['peak_memory_bytes'] / 1e9:.2f} GB"
     if stats["tokens_per_s"]:
         say(
             f"  decode   {stats['tokens_per_s']:.1f} tokens/s: {stats['bytes_per_token'] / 1e6:.1f} MB of weights read "
-            f"for each, {stats['bandwidth_gb_s']:.1f} GB/s; peak memory {stats['peak_memory_bytes'] / 1e9:.2f} GB"
+            f"for each, {stats['bandwidth_gb_s']:.1f} GB/s; {memory}"
         )
+    else:
+        say(f"  decode   nothing: the first token came with the prompt; {memory}")
     if stats.get("rounds"):
         say(
             f"  draft    {stats['acceptance_rate']:.0%} accepted (α {stats['alpha']:.2f}), "
@@ -445,9 +455,8 @@ def run(args: argparse.Namespace, team: Team | None = None) -> None:
         draft = ModelDraft(load_draft(args.draft_checkpoint_path, device, PRECISIONS[precision]), model_args.vocab_size)
         draft.model.setup_caches(args.batch_size, needed)
     say(f"loaded {source.name} ({weight_bytes(model) / 1e6:.0f} MB) in {time.perf_counter() - start:.1f} s")
-    length = DraftLength(
-        args.speculate_k, weight_bytes(draft.model) / weight_bytes(model) if isinstance(draft, ModelDraft) else 0.0
-    )
+    draft_cost = weight_bytes(draft.model) / weight_bytes(model) if isinstance(draft, ModelDraft) else 0.0
+    length = DraftLength(args.speculate_k, draft_cost)
     # The C++ operators need no fixed shape: a row's bits do not depend on how many there are.
     shape = EXACT_TOKENS if args.exact and not (device.type == "cpu" and kernels.load()) else 0
     compile_s = warm_up(args, model, draft, length, shape) if args.compile or args.compile_prefill else 0.0
@@ -466,6 +475,9 @@ def run(args: argparse.Namespace, team: Team | None = None) -> None:
     }
 
     def sample(prompt: list[int], seed: int, printer: Printer, **more) -> dict:
+        nonlocal length
+        if length.fixed is not None:  # a sample begins as if it were the first: one seed, one text
+            length = DraftLength(args.speculate_k, draft_cost)
         torch.manual_seed(seed)
         more = {"callback": printer, **common, **more}
         _, stats = generate(model, prompt, draft=draft, speculate_k=length, **more)

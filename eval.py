@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import load_model
+from checkpoint import load_model, weight_files
 from cli import Parser, choose_device, positive
 from model import Transformer
 from tokenizer import get_tokenizer
@@ -105,6 +105,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if args.json and (not args.json.parent.is_dir() or (args.json.exists() and not args.json.is_file())):
             raise ValueError(f"--json {args.json}: a file in a directory that exists is expected")
+        for path in filter(None, (args.checkpoint_path, args.reference)):
+            weight_files(path)  # says so where there is none
         text = default_text() if args.text is None else args.text.read_text(encoding="utf-8")
         windows = text_windows(text, args.checkpoint_path, args.window, args.max_tokens)
         device = choose_device(args.device)

@@ -94,7 +94,7 @@ class ModelArgs:
             refuse("model_type", f"only {', '.join(FAMILIES)}")
         if config.get("hidden_act", "silu") != "silu":
             refuse("hidden_act", 'only "silu"')
-        for entry in ("num_experts", "num_local_experts", "n_routed_experts"):
+        for entry in ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"):
             if config.get(entry):
                 refuse(entry, "no mixture of experts")
         for entry in ("attention_bias", "mlp_bias"):
@@ -109,11 +109,17 @@ class ModelArgs:
         for entry, value in (("rope_parameters", rope), ("rope_scaling", scaling)):
             if not isinstance(value, dict):
                 refuse(entry, "what an object or null says")
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind not in ("default", "llama3"):
-            raise ValueError(
-                f'{path}: rope_scaling type {json.dumps(kind)} is not computed here, only "default" and "llama3"'
-            )
+        for source in (rope, scaling):
+            kind = source.get("rope_type", source.get("type", "default"))
+            if kind not in ("default", "llama3"):
+                raise ValueError(
+                    f'{path}: rope_scaling type {json.dumps(kind)} is not computed here, only "default" and "llama3"'
+                )
+            if kind == "default" and ("factor" in source or any(isinstance(value, dict) for value in source.values())):
+                raise ValueError(
+                    f"{path}: rope_scaling {json.dumps(source)} is of no type; one for all layers is computed here, "
+                    'of type "llama3"'
+                )
         if kind == "llama3":
             for entry in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
                 if entry not in scaling:
@@ -127,6 +133,11 @@ class ModelArgs:
             refuse("hidden_size", f"heads of one size, and {n_head} (num_attention_heads) do not divide it")
         # Qwen2.5 states a window and then switches it off; Mistral 7B v0.1 states one and means it.
         means_it = family == "mistral" or config.get("use_sliding_window")
+        layer_types = set(config.get("layer_types") or ())
+        if layer_types - {"full_attention"} and not (
+            means_it and layer_types <= {"full_attention", "sliding_attention"}
+        ):
+            refuse("layer_types", '"full_attention" only')
         window = integer("sliding_window") if means_it and config.get("sliding_window") is not None else None
         sizes = {
             "block_size": integer("max_position_embeddings", 2048),

@@ -9,6 +9,7 @@ that another has ended: an operating system closes what a dead process had open.
 import json
 import os
 import queue
+import secrets
 import signal
 import socket
 import sys
@@ -237,15 +238,39 @@ def join() -> Team:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     host, sockets = os.environ["MASTER_ADDR"], {}
     if rank == 0:
-        with socket.create_server((host, 0), family=socket.getaddrinfo(host, 0)[0][0]) as server:
-            store.set("port", str(server.getsockname()[1]))
-            server.settimeout(PATIENCE.total_seconds())
+        # On every interface: what other machines call MASTER_ADDR may be a loopback address in this one's hosts file.
+        # Whoever does not know the word that the store has is none of us.
+        with socket.create_server(("", 0)) as server:
+            word = secrets.token_hex(16)
+            store.set("door", f"{server.getsockname()[1]} {word}")
+            server.settimeout(GRACE)
+            until = time.monotonic() + PATIENCE.total_seconds()
             while len(sockets) < size - 1:
-                other = server.accept()[0]
-                sockets[int.from_bytes(other.recv(4), "big")] = other
+                try:
+                    other = server.accept()[0]
+                except TimeoutError:
+                    if store.check(["failed"]):
+                        raise RuntimeError(store.get("failed").decode()) from None
+                    if time.monotonic() > until:
+                        missing = sorted(set(range(1, size)) - set(sockets))
+                        raise RuntimeError(f"no word from rank {', '.join(map(str, missing))}") from None
+                    continue
+                other.settimeout(GRACE)
+                with suppress(OSError, ValueError):
+                    said, number = other.makefile().readline().split()
+                    if secrets.compare_digest(said, word):
+                        sockets[int(number)] = other
+                        other.settimeout(None)
     else:
-        sockets[0] = socket.create_connection((host, int(store.get("port"))))
-        sockets[0].sendall(rank.to_bytes(4, "big"))
+        port, word = store.get("door").decode().split()
+        try:
+            sockets[0] = socket.create_connection((host, int(port)), timeout=PATIENCE.total_seconds())
+        except OSError as error:
+            failure = f"rank {rank} does not reach rank 0 at {host}, port {port}: {error.strerror or error}"
+            store.set("failed", failure)
+            raise RuntimeError(failure) from None
+        sockets[0].settimeout(None)
+        sockets[0].sendall(f"{word} {rank}\n".encode())
     for other in sockets.values():
         other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Team(rank, size, [sockets[key] for key in sorted(sockets)])

@@ -291,6 +291,32 @@ def test_each_sample_has_the_next_seed(stats, call):
     assert call(*flags, "--seed", 8)[1] == again["text"] + "\n"
 
 
+@pytest.mark.parametrize("draft", ["ngram", "model"])
+def test_a_seed_gives_its_text_with_a_draft_too_in_any_sample(stats, call, checkpoint, draft):
+    """`auto` follows the clock, and a sampled text follows what is drafted: a seed that is given sets k."""
+    drafting = ("--draft", "ngram") if draft == "ngram" else ("--draft_checkpoint_path", checkpoint)
+    flags = ("--prompt", "hello hello hello", "--max_new_tokens", 40, "--temperature", 1.5, "--ignore_eos", *drafting)
+    two = stats(*flags, "--num_samples", 2, "--seed", 7)["samples"]
+    assert all(max(k for k, count in enumerate(sample["k_counts"]) if count) == cli.SEEDED_K for sample in two)
+    for sample in two:
+        (again,) = stats(*flags, "--seed", sample["seed"])["samples"]
+        assert again["generated_tokens"] == sample["generated_tokens"]
+
+
+def test_what_sets_k(call, capsys):
+    def k(*flags: str) -> int | str:
+        args = cli.parser().parse_args(["--draft", "ngram", *flags])
+        cli.check_flags(args)
+        return args.speculate_k
+
+    assert k() == k("--temperature", "0.5") == k("--temperature", "0", "--seed", "3") == "auto"
+    assert k("--seed", "0") == k("--seed", "3", "--temperature", "0.1") == cli.SEEDED_K
+    assert k("--speculate_k", "2", "--seed", "3") == 2
+    assert capsys.readouterr().err == ""
+    assert k("--speculate_k", "auto", "--seed", "3") == "auto"
+    assert "--seed will not give the same text again" in capsys.readouterr().err
+
+
 def test_a_batch_is_printed_row_by_row(call, stats, tmp_path):
     flags = ("--prompt", "hello", "--max_new_tokens", 20, "--temperature", 1.5, "--batch_size", 3)
     (sample,) = stats(*flags)["samples"]
