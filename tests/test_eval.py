@@ -5,13 +5,16 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from checkpoint import load_model
 from eval import default_text, evaluate, text_windows
 from model import ModelArgs, Transformer
+from quantize import calibration_text, calibration_windows, quantize_checkpoint
 
 ROOT = Path(__file__).parent.parent
 SMOLLM = ROOT / "checkpoints" / "SmolLM2-135M-Instruct"
@@ -112,3 +115,45 @@ def test_command_errors_are_one_line(arguments, message):
     done = command("--checkpoint_path", SMOLLM, *arguments)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr
+
+
+# ---------------------------------------------------------------- the figures of SmolLM2
+
+
+@pytest.fixture(scope="module")
+def shakespeare(smollm2_dir, shared_dir) -> torch.Tensor:
+    """The first 4,096 tokens of the shared text: 8 windows of 512."""
+    windows = text_windows((shared_dir / "data" / TEXT.name).read_text(encoding="utf-8"), smollm2_dir, 512, 4096)
+    assert windows.shape == (8, 512)
+    return windows
+
+
+@pytest.fixture
+def smollm2_copy(smollm2_dir, tmp_path) -> Iterator[Path]:
+    """SmolLM2, linked, in a directory that takes quantized files."""
+    for file in (*smollm2_dir.glob("*.json"), smollm2_dir / "model.safetensors"):
+        (tmp_path / file.name).symlink_to(file)
+    yield tmp_path
+    for file in tmp_path.glob("model_*.safetensors"):  # hundreds of MB, which pytest would keep
+        file.unlink()
+
+
+def test_smollm2_in_float32_and_int8(smollm2_copy, shakespeare):
+    quantized = load_model(quantize_checkpoint(smollm2_copy, "int8"))
+    result = evaluate(quantized, shakespeare, load_model(smollm2_copy))
+    assert result["reference_perplexity"] == pytest.approx(46.58, abs=0.01)
+    assert result["perplexity"] <= 47.0 and result["kl"] <= 0.006
+
+
+def test_smollm2_in_int4_groups_of_32(smollm2_copy, shakespeare):
+    assert evaluate(load_model(quantize_checkpoint(smollm2_copy, "int4", 32)), shakespeare)["perplexity"] <= 46.8
+
+
+@pytest.mark.slow
+def test_smollm2_by_gptq_is_15_percent_better_than_by_rounding(smollm2_copy, shakespeare):
+    calibration = calibration_windows(smollm2_copy, calibration_text())
+    plain, gptq = (
+        evaluate(load_model(quantize_checkpoint(smollm2_copy, "int4", 64, by)), shakespeare)["perplexity"]
+        for by in (None, calibration)
+    )
+    assert plain == pytest.approx(61.6, abs=0.3) and gptq <= 0.85 * 61.6

@@ -37,7 +37,7 @@ from generate import (
     speculative_decode,
 )
 from model import Transformer
-from quantize import Int4Linear, quantize_int4, quantize_int8, replace_linears
+from quantize import Int4Linear, Int8Linear, quantize_int4, quantize_int8, replace_linears
 
 GREEDY = {"temperature": 0.0}
 PROMPT = [3, 17, 42, 17, 42, 99, 17]
@@ -102,21 +102,21 @@ def a_draft(noise: float = 0.02, **overrides) -> Transformer:
 DRAFTS = {"model": lambda: a_draft(), "ngram": NgramDraft, "int4": lambda: quantized(tiny.tiny_transformer(1))}
 
 
-def quantized(model: Transformer, groupsize: int = 64) -> Transformer:
-    """The model with the int4 layers of quantize.py. The embedding is shared."""
+def quantized(model: Transformer, mode: str = "int4", groupsize: int = 64) -> Transformer:
+    """The model with the layers of quantize.py's `mode`. The embedding is shared."""
     with torch.device("meta"):
-        draft = Transformer(model.args)
-        replace_linears(draft, "int4", groupsize)
-    for name, new in draft.named_modules():
+        new_model = Transformer(model.args)
+        replace_linears(new_model, mode, groupsize)
+    for name, new in new_model.named_modules():
         old = model.get_submodule(name)
         if isinstance(new, Int4Linear):
             new.weight, new.scales, new.mins = quantize_int4(old.weight, groupsize)
-        elif name == "output":
+        elif isinstance(new, Int8Linear):
             new.weight, new.scales = quantize_int8(old.weight)
         else:
             for key, parameter in old._parameters.items():
                 new._parameters[key] = parameter
-    return checkpoint.packed(draft)
+    return checkpoint.packed(new_model)
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 8, "auto"])
@@ -225,6 +225,40 @@ def test_compiled_passes_give_the_tokens_of_plain_decoding(target, compiled, kin
     assert tokens(compiled[0], PROMPT, 40) == plain
     draft = compiled[1] if kind == "model" else NgramDraft()
     assert tokens(compiled[0], PROMPT, 40, draft=draft, speculate_k=k) == plain
+
+
+@pytest.fixture(scope="module")
+def quantized_models() -> tuple[dict, dict]:
+    """Targets by (mode, compiled) and drafts by (kind, compiled), the latter of weights with some noise."""
+    targets, drafts = {}, {}
+    for compiled in (False, True):
+        for mode in ("int8", "int4"):
+            targets[mode, compiled] = quantized(tiny.tiny_transformer(1), mode)
+            drafts[mode, compiled] = quantized(a_draft(), mode)
+        drafts["float", compiled] = a_draft()
+    for models, largest_pass in ((targets, 9), (drafts, 2)):
+        for (_, compiled), model in models.items():
+            if compiled:
+                compile_model(model, largest_pass)
+    return targets, drafts
+
+
+@pytest.mark.parametrize("kind", ["ngram", "float", "int8", "int4"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_a_quantized_target_gives_the_tokens_of_its_plain_decoding(quantized_models, mode, compiled, kind):
+    """Whatever the draft, of which some tokens are accepted and some are not; compiled too, uncompiled decoding's."""
+    targets, drafts = quantized_models
+    prompt = [5] * 8  # each mode's continuation repeats enough of itself
+    plain, counts = tokens(targets[mode, False], prompt, 48), Counter()
+    assert tokens(targets[mode, compiled], prompt, 48) == plain
+    for k in (1, 5, "auto"):
+        draft = NgramDraft() if kind == "ngram" else drafts[kind, compiled]
+        stats = generate(targets[mode, compiled], prompt, 48, draft=draft, speculate_k=k, **GREEDY)[1]
+        assert stats["generated_tokens"] == plain and stats["fallback"] is None, k
+        counts["accepted"] += sum(n * rounds for n, rounds in enumerate(stats["accept_counts"]))
+        counts["proposed"] += sum(n * rounds for n, rounds in enumerate(stats["k_counts"]))
+    assert 0 < counts["accepted"] < counts["proposed"]
 
 
 @pytest.fixture(scope="module")

@@ -196,18 +196,26 @@ def torchrun(ranks, *command, **pipes):
     )
 
 
-def test_compiled_and_drafted(checkpoints, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "draft", "rows"), [("llama", "draft", 1), ("int8", "ngram", 1), ("int4", "its original", 2)]
+)
+def test_compiled_and_drafted(checkpoints, tmp_path, kind, draft, rows):
     _, made = checkpoints
-    flags = "--prompt hello --temperature 0 --max_new_tokens 12 --ignore_eos --speculate_k 3".split()
-    flags += ["--draft_checkpoint_path", made["draft"]]
+    flags = "--temperature 0 --max_new_tokens 12 --ignore_eos --speculate_k 3".split()
+    flags += ["--prompt", "in it in it in", "--batch_size", rows]
+    if draft == "ngram":
+        flags += ["--draft", draft]
+    else:
+        flags += ["--draft_checkpoint_path", made.get(draft) or Path(made[kind]).parent]
     for ranks, more in ((1, []), (2, ["--compile"])):
         stats = tmp_path / f"{ranks}.json"
-        codes, _, err = finish(start(ranks, *generate_flags(made["llama"], *flags, *more, "--stats_json", stats)))
+        codes, _, err = finish(start(ranks, *generate_flags(made[kind], *flags, *more, "--stats_json", stats)))
         assert codes == [0] * ranks, err
     one, two = (json.loads((tmp_path / f"{ranks}.json").read_text()) for ranks in (1, 2))
     assert (one["processes"], two["processes"]) == (1, 2)
-    assert two["samples"][0]["compile_s"] > 0
-    assert two["samples"][0]["generated_tokens"] == one["samples"][0]["generated_tokens"]
+    one, two = one["samples"][0], two["samples"][0]
+    assert two["compile_s"] > 0 and two["generated_tokens"] == one["generated_tokens"]
+    assert any(two["accept_counts"][1:]) and two["fallback"] is None  # else the rounds would show nothing
 
 
 def test_torchrun_and_a_conversation_over_a_pipe(checkpoints):
