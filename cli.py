@@ -448,12 +448,14 @@ def run(args: argparse.Namespace, team: Team | None = None) -> None:
     else:
         model = load(args.checkpoint_path, device, PRECISIONS[precision])
     model.setup_caches(args.batch_size, needed)
+    model.hold()
     draft = None
     if args.draft == "ngram":
         draft = NgramDraft(args.ngram_max, args.ngram_min)
     elif args.draft_checkpoint_path:
         draft = ModelDraft(load_draft(args.draft_checkpoint_path, device, PRECISIONS[precision]), model_args.vocab_size)
         draft.model.setup_caches(args.batch_size, needed)
+        draft.model.hold()
     say(f"loaded {source.name} ({weight_bytes(model) / 1e6:.0f} MB) in {time.perf_counter() - start:.1f} s")
     draft_cost = weight_bytes(draft.model) / weight_bytes(model) if isinstance(draft, ModelDraft) else 0.0
     length = DraftLength(args.speculate_k, draft_cost)
