@@ -239,8 +239,7 @@ def join() -> Team:
     host, sockets = os.environ["MASTER_ADDR"], {}
     if rank == 0:
         # On every interface: what other machines call MASTER_ADDR may be a loopback address in this one's hosts file.
-        # Whoever does not know the word that the store has is none of us.
-        with socket.create_server(("", 0)) as server:
+        with socket.create_server(("", 0), family=socket.getaddrinfo(host, 0)[0][0]) as server:
             word = secrets.token_hex(16)
             store.set("door", f"{server.getsockname()[1]} {word}")
             server.settimeout(GRACE)
@@ -255,12 +254,8 @@ def join() -> Team:
                         missing = sorted(set(range(1, size)) - set(sockets))
                         raise RuntimeError(f"no word from rank {', '.join(map(str, missing))}") from None
                     continue
-                other.settimeout(GRACE)
-                with suppress(OSError, ValueError):
-                    said, number = other.makefile().readline().split()
-                    if secrets.compare_digest(said, word):
-                        sockets[int(number)] = other
-                        other.settimeout(None)
+                if number := caller(other, word):
+                    sockets[number] = other
     else:
         port, word = store.get("door").decode().split()
         try:
@@ -274,6 +269,18 @@ def join() -> Team:
     for other in sockets.values():
         other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Team(rank, size, [sockets[key] for key in sorted(sockets)])
+
+
+def caller(other: socket.socket, word: str) -> int:
+    """The rank of whoever connects to rank 0; 0 for a stranger, who does not know the word that the store has."""
+    other.settimeout(GRACE)
+    try:
+        said, number = other.makefile("rb").readline().split()
+        rank = int(number) if secrets.compare_digest(said, word.encode()) else 0
+    except (OSError, ValueError):
+        return 0
+    other.settimeout(None)
+    return rank
 
 
 def share_cores(processes: int) -> None:

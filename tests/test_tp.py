@@ -218,6 +218,26 @@ def test_compiled_and_drafted(checkpoints, tmp_path, kind, draft, rows):
     assert any(two["accept_counts"][1:]) and two["fallback"] is None  # else the rounds would show nothing
 
 
+@pytest.mark.parametrize(
+    ("line", "rank"),
+    [
+        (b"word 2\n", 2),
+        (b"", 0),
+        (b"\n", 0),
+        (b"other 2\n", 0),
+        ("\u00e9 2\n".encode(), 0),
+        (b"\xff 2\n", 0),
+        (b"word x\n", 0),
+    ],
+)
+def test_a_stranger_who_connects_is_no_rank_and_ends_nothing(line, rank):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(line)
+        theirs.shutdown(socket.SHUT_WR)
+        assert team.caller(ours, "word") == rank
+
+
 def test_torchrun_and_a_conversation_over_a_pipe(checkpoints):
     _, made = checkpoints
     flags = "--interactive --temperature 0 --max_new_tokens 8 --ignore_eos".split()
