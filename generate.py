@@ -1,12 +1,11 @@
 """Generate text, plainly or speculatively, from the shell or from Python.
 
-Read on from here to `main`: sampling; prompt and decode steps; the drafts; `speculative_decode`, which is what this
-project is about; how many tokens to draft; `generate`, the loop around all of them; and the command line.
+Read on from here: sampling; prompt and decode steps; the drafts; `speculative_decode`, which is what this project is
+about; how many tokens to draft; what is counted; and `generate`, the loop around all of them. Its flags: cli.py.
 
 Shapes: B rows (batch), S positions in one call, T prompt length, V vocabulary, k draft tokens.
 """
 
-import re
 import time
 import warnings
 from array import array
@@ -14,14 +13,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
-from types import FunctionType, MethodType
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint import load_model  # noqa: F401 (part of this module's interface)
+from checkpoint import load_model  # noqa: F401 (part of this module's interface, as is the next line)
+from compiling import compile_model, fix_shape  # noqa: F401
 from model import Transformer
 
 PREFILL_CHUNK = 2048  # a longer prompt is processed in pieces: bounds the memory of its activations
@@ -560,6 +559,71 @@ class DraftLength:
             self.tested += min(round.accepted[b] + 1, k)  # what follows the first rejection was not tested
 
 
+# ---------------------------------------------------------------- figures of a run
+
+
+class Tally:
+    """What the rounds of one run add up to."""
+
+    def __init__(self, largest_k: int):
+        self.passes = self.row_passes = 0  # of the target; the same times the rows that were running
+        self.drafted: list[tuple[int, float, float]] = []  # k, seconds of drafting, of verifying
+        self.accept_counts = [0] * (largest_k + 1)  # rounds (of a row) that accepted 0, 1, 2 … drafts
+        self.proposed = self.tested = 0
+
+    def record(self, round: Round, rows: Sequence[int]) -> None:
+        self.passes, self.row_passes = self.passes + 1, self.row_passes + len(rows)
+        k = round.drafts.shape[1]
+        if k == 0:
+            return
+        self.drafted.append((k, round.draft_s, round.verify_s))
+        for row in rows:
+            self.accept_counts[round.accepted[row]] += 1
+            self.proposed += k
+            self.tested += min(round.accepted[row] + 1, k)
+
+    @property
+    def draft_steps(self) -> int:
+        return sum(k for k, _, _ in self.drafted)
+
+    def statistics(self, tokens: int, length: DraftLength) -> dict:
+        """The figures of `--stats_json`. `acceptance_rate` is accepted ÷ proposed. The formula's α is accepted ÷
+        tested: what follows a rejection in its round was proposed, but never put to the test."""
+        accepted = sum(n * rounds for n, rounds in enumerate(self.accept_counts))
+        alpha = accepted / self.tested if self.tested else None
+        rounds = len(self.drafted)
+        k_counts = [self.passes - rounds] + [0] * (len(self.accept_counts) - 1)  # rounds that drafted 0, 1, 2 … tokens
+        for k, _, _ in self.drafted:
+            k_counts[k] += 1
+        predicted = None
+        if rounds:
+            bounded = min(alpha, 0.999)
+            plain = self.passes - rounds
+            gained = sum((1 - bounded ** (k + 1)) / (1 - bounded) for k, _, _ in self.drafted)
+            spent = sum(k * length.c + length.v(k) for k, _, _ in self.drafted)
+            predicted = (gained + plain) / (spent + plain)
+        return {
+            "acceptance_rate": accepted / self.proposed if self.proposed else None,
+            "alpha": alpha,
+            "tokens_per_pass": tokens / self.row_passes if self.row_passes else None,
+            "accept_counts": self.accept_counts,
+            "k_counts": k_counts,
+            "rounds": rounds,
+            "draft_s": sum(seconds for _, seconds, _ in self.drafted) / rounds if rounds else None,
+            "verify_s": sum(seconds for _, _, seconds in self.drafted) / rounds if rounds else None,
+            "predicted_speedup": predicted,
+        }
+
+
+def weight_bytes(model: Transformer) -> int:
+    """The bytes of weights that one pass reads: all but the embedding table, of which it reads a row, unless the head
+    is the same table."""
+    tensors = dict(model.state_dict())  # caches are no part of it
+    if model.output.weight is not model.tok_embeddings.weight:
+        del tensors["tok_embeddings.weight"]
+    return sum(t.numel() * t.element_size() for t in {t.data_ptr(): t for t in tensors.values()}.values())
+
+
 # ---------------------------------------------------------------- the loop
 
 
@@ -717,143 +781,6 @@ def generate(
 # call it makes maps another and unmaps it again (python/cpython#142183), which interrupts the other cores, 200 times a
 # step: up to 6 ms. A frame larger than a chunk gets one of its own, and what is called from there finds room in that.
 generate.__code__ = generate.__code__.replace(co_stacksize=2**14)  # of 8 bytes: 128 KB, in a chunk of 256 KB
-
-
-class Tally:
-    """What the rounds of one run add up to."""
-
-    def __init__(self, largest_k: int):
-        self.passes = self.row_passes = 0  # of the target; the same times the rows that were running
-        self.drafted: list[tuple[int, float, float]] = []  # k, seconds of drafting, of verifying
-        self.accept_counts = [0] * (largest_k + 1)  # rounds (of a row) that accepted 0, 1, 2 … drafts
-        self.proposed = self.tested = 0
-
-    def record(self, round: Round, rows: Sequence[int]) -> None:
-        self.passes, self.row_passes = self.passes + 1, self.row_passes + len(rows)
-        k = round.drafts.shape[1]
-        if k == 0:
-            return
-        self.drafted.append((k, round.draft_s, round.verify_s))
-        for row in rows:
-            self.accept_counts[round.accepted[row]] += 1
-            self.proposed += k
-            self.tested += min(round.accepted[row] + 1, k)
-
-    @property
-    def draft_steps(self) -> int:
-        return sum(k for k, _, _ in self.drafted)
-
-    def statistics(self, tokens: int, length: DraftLength) -> dict:
-        """The figures of `--stats_json`. `acceptance_rate` is accepted ÷ proposed. The formula's α is accepted ÷
-        tested: what follows a rejection in its round was proposed, but never put to the test."""
-        accepted = sum(n * rounds for n, rounds in enumerate(self.accept_counts))
-        alpha = accepted / self.tested if self.tested else None
-        rounds = len(self.drafted)
-        k_counts = [self.passes - rounds] + [0] * (len(self.accept_counts) - 1)  # rounds that drafted 0, 1, 2 … tokens
-        for k, _, _ in self.drafted:
-            k_counts[k] += 1
-        predicted = None
-        if rounds:
-            bounded = min(alpha, 0.999)
-            plain = self.passes - rounds
-            gained = sum((1 - bounded ** (k + 1)) / (1 - bounded) for k, _, _ in self.drafted)
-            spent = sum(k * length.c + length.v(k) for k, _, _ in self.drafted)
-            predicted = (gained + plain) / (spent + plain)
-        return {
-            "acceptance_rate": accepted / self.proposed if self.proposed else None,
-            "alpha": alpha,
-            "tokens_per_pass": tokens / self.row_passes if self.row_passes else None,
-            "accept_counts": self.accept_counts,
-            "k_counts": k_counts,
-            "rounds": rounds,
-            "draft_s": sum(seconds for _, seconds, _ in self.drafted) / rounds if rounds else None,
-            "verify_s": sum(seconds for _, _, seconds in self.drafted) / rounds if rounds else None,
-            "predicted_speedup": predicted,
-        }
-
-
-def weight_bytes(model: Transformer) -> int:
-    """The bytes of weights that one pass reads: all but the embedding table, of which it reads a row, unless the head
-    is the same table."""
-    tensors = dict(model.state_dict())  # caches are no part of it
-    if model.output.weight is not model.tok_embeddings.weight:
-        del tensors["tok_embeddings.weight"]
-    return sum(t.numel() * t.element_size() for t in {t.data_ptr(): t for t in tensors.values()}.values())
-
-
-def compile_model(
-    model: Transformer, largest_pass: int = 1, decode: bool = True, compile_prefill: bool = False
-) -> None:
-    """Put compiled code in the place of the model's forward pass for one token, and for 2 … `largest_pass` tokens.
-
-    Two graphs, each compiled on first use and never again: positions are data, and the number of tokens is a variable
-    of the second; only the number of rows is not. Prompts run uncompiled, unless `compile_prefill` sends them through a
-    graph of their own.
-    """
-    model.hold()
-    eager = model.forward
-    # What Inductor asserts about each of a step's hundreds of tensors takes longer than a small layer does.
-    options = {"size_asserts": False, "alignment_asserts": False, "guard_filter_fn": but_of_later_layers}
-    if model.norm.weight.device.type == "cuda":
-        # A CUDA graph launches a step's kernels at once (it is what mode="reduce-overhead" sets). The tuning makes one
-        # token's products kernels that read each weight as it is stored; without it int8 weights would be written out
-        # as bfloat16 first.
-        options |= {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
-    one, few, many = (
-        torch.compile(own_code(eager), fullgraph=True, dynamic=False, options=options)
-        for options in (options, options, None)
-    )
-
-    def forward(idx: Tensor, input_pos: Tensor, logits_to_keep: int = 0) -> Tensor:
-        tokens = idx.shape[1]
-        prompt = logits_to_keep > 0 or tokens > largest_pass
-        if not (compile_prefill if prompt else decode):
-            return eager(idx, input_pos, logits_to_keep)
-        input_pos = model.check_positions(idx, input_pos).contiguous()  # other strides would be compiled anew
-        if tokens == 1 and not prompt:
-            return one(idx, input_pos)
-        for argument in (idx, input_pos):
-            torch._dynamo.mark_dynamic(argument, 1)
-        return many(idx, input_pos, logits_to_keep) if prompt else few(idx, input_pos)
-
-    model.forward = forward
-
-
-def own_code(method: Callable) -> Callable:
-    """The same method with a code object of its own. By those torch.compile keeps what it has compiled: it searches all
-    that it has for one, and refuses to add a ninth."""
-    if not isinstance(method, MethodType):
-        return method
-    f = method.__func__
-    copied = FunctionType(f.__code__.replace(), f.__globals__, f.__name__, f.__defaults__, f.__closure__)
-    return MethodType(copied, method.__self__)
-
-
-def but_of_later_layers(guards: Sequence) -> list[bool]:
-    """Which of torch.compile's conditions are checked before each call: of the layers' only the first one's.
-
-    They are alike, and what changes (a larger cache) changes in all. Some 2,000 checks take a tenth of a step.
-    """
-    return [not re.search(r"\['layers'\]\._modules\['[1-9]", guard.name) for guard in guards]
-
-
-def fix_shape(model: Transformer, tokens: int) -> None:
-    """Let every pass of up to `tokens` tokens compute exactly so many, so that decoding and verifying are one shape.
-
-    Matrix products may round differently for other numbers of rows, and then a near tie between two tokens can fall
-    one way in a plain step and the other way in a verifying pass. (The C++ operators do not: they have no need of
-    this.) The last token fills the pass up, at its own position, where it writes what stands there already.
-    """
-    forward = model.forward
-
-    def padded(idx: Tensor, input_pos: Tensor, logits_to_keep: int = 0) -> Tensor:
-        given = idx.shape[1]
-        if logits_to_keep or given >= tokens:
-            return forward(idx, input_pos, logits_to_keep)
-        places = torch.arange(tokens, device=idx.device).clamp(max=given - 1)
-        return forward(idx[:, places], input_pos[..., places])[:, :given]
-
-    model.forward = padded
 
 
 if __name__ == "__main__":
